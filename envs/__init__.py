@@ -1,0 +1,1 @@
+"""Environments: tools, tasks and their verified instances."""

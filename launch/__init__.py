@@ -1,0 +1,1 @@
+"""Commands, configuration and recipes: the only place that puts the parts together."""

@@ -1,0 +1,1 @@
+"""Megatron-core adapter: mesh, models, policy shards, log-probs, sharded checkpoints, weight export."""

@@ -1,0 +1,1 @@
+"""vLLM adapter: engines, weight receive, chat tokens, tool-call parsing, flows, rollout workers."""

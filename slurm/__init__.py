@@ -1,0 +1,1 @@
+"""Slurm adapter: what the allocation says about this run."""
