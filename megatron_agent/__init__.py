@@ -32,7 +32,7 @@ _PUBLIC = {
     "AgentFlow": "rollout.flow",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

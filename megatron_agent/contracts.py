@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 NO_INFO: Mapping[str, Any] = {}
 
 
-# ---------------------------------------------------------------------------------------------- samples
+# ---------------------------------------- samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sample:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------------------------------------- sampling
+# ---------------------------------------- sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Generation:
     """Per token the ids that survived a top-p / top-k cut; None where nothing was cut."""
 
 
-# ---------------------------------------------------------------------------------------------- steps
+# ---------------------------------------- steps
 
 
 class Pool(StrEnum):
@@ -163,7 +163,7 @@ class Step:
     """Wall-clock seconds since the epoch."""
 
 
-# ---------------------------------------------------------------------------------------------- outcomes
+# ---------------------------------------- outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,8 @@ class Trajectory:
         """Context + action of step `index`: `[tokens]` int32."""
         step = self.steps[index]
         kept = step.new_ids[:0] if step.parent is None else self.full_ids(step.parent)[: step.prefix_len]
-        return np.concatenate([kept, step.new_ids, step.action_ids]).astype(np.int32, copy=False)
+        ids: Ids = np.concatenate([kept, step.new_ids, step.action_ids]).astype(np.int32, copy=False)
+        return ids
 
     def context_ids(self, index: int) -> Ids:
         """The ids that the engine was given for step `index`: `[tokens]` int32."""
@@ -270,7 +271,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
-# ---------------------------------------------------------------------------------------------- environments
+# ---------------------------------------- environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +314,7 @@ class EnvStep:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------------------------------------- weights
+# ---------------------------------------- weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +355,7 @@ class WeightExport:
     buckets: Sequence[Any]
 
 
-# ---------------------------------------------------------------------------------------------- training batches
+# ---------------------------------------- training batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class RunSettings:
 @dataclass
 class ModelSettings:
     path: str = ""
-    """Hugging Face folder (config, tokenizer, chat template, safetensors), or `tiny` for the project's own."""
+    """Hugging Face folder (config, tokenizer, template, safetensors), or `tiny`: the project makes its own."""
     dtype: str = "float32"
     """float32 | bfloat16."""
 
@@ -86,7 +86,7 @@ class RolloutSettings:
     """Times that an attempt which infrastructure spoilt is played again."""
     engine_threads: int = 1
     engine_cores: str = "auto"
-    """Cores that an engine's threads are bound to on CPU (`0`, `0-1`); auto spreads engines over the cores."""
+    """Cores of an engine's threads on CPU (`0`, `0-1`); auto spreads engines over the cores."""
     kv_cache_gib: float = 1.0
     max_sequences: int = 256
     tokens_per_iteration: int = 8192
