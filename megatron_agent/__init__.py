@@ -25,6 +25,7 @@ _PUBLIC = {
     "register_env": "megatron_agent.registries",
     "register_flow": "megatron_agent.registries",
     "register_loss": "megatron_agent.registries",
+    "register_task": "megatron_agent.registries",
     "register_tool": "megatron_agent.registries",
     "BaseTool": "envs.tools",
     "ToolEnv": "envs.tools",

@@ -290,10 +290,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the agent did: the engine's ids and their text (special tokens kept, stop token cut)."""
+    """What the agent did: the engine's ids, their text (special tokens kept, stop token cut), and what the
+    flow's tool-call parser found in it."""
 
     ids: Ids
     text: str
+    content: str = ""
+    """The text outside tool calls, stripped."""
+    parse: Parse = Parse.NONE
+    parse_error: str = ""
+    """Reason, where `parse` is `error`: told to the agent as an observation."""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,9 +315,8 @@ class EnvStep:
     invalid: str = ""
     """Reason, where the agent's own action made the episode invalid."""
     score: float | None = None
-    parse: Parse = Parse.NONE
     parse_error: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    """Reason, where a call parsed but its name or arguments did not fit a tool's schema."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 

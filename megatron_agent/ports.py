@@ -16,6 +16,7 @@ from megatron_agent.contracts import (
     Generation,
     Group,
     LossSpec,
+    Message,
     Observation,
     PackedBatch,
     Sample,
@@ -52,6 +53,34 @@ class RestorableEnv(AgentEnv, Protocol):
     async def snapshot(self) -> bytes: ...
 
     async def restore(self, state: bytes) -> None: ...
+
+
+class Solver(Protocol):
+    """Scripted policy of a task: writes the demonstrations of a cold start and proves instances solvable."""
+
+    def reply(self, messages: Sequence[Message]) -> str:
+        """Text of the next assistant turn, tool calls in the hermes form, without the stop token."""
+        ...
+
+
+class Task(Protocol):
+    """Where the instances of a task come from."""
+
+    name: str
+
+    def samples(self, split: str, count: int, seed: int) -> list[Sample]:
+        """`count` distinct instances. No instance of one split shares its content with another split.
+        `extra_info["difficulty"]` groups them in evaluations."""
+        ...
+
+    def solver(self, sample: Sample, seed: int, habit: float) -> Solver:
+        """The gold solver; `habit` in [0, 1] is the probability of the task's documented bad habit at each
+        chance (0: always right)."""
+        ...
+
+    def demonstrated(self, sample: Sample) -> bool:
+        """Whether instances of this difficulty are shown in demonstrations."""
+        ...
 
 
 class EngineClient(Protocol):

@@ -9,6 +9,8 @@ from megatron_agent.registry import Registry
 
 ENVS: Registry[Callable[..., Any]] = Registry("environment", ("envs.lookup",))
 """Name -> factory called with the sample's env_kwargs, returns an AgentEnv."""
+TASKS: Registry[Any] = Registry("task", ("envs.lookup",))
+"""Name -> object that follows the port Task."""
 TOOLS: Registry[type[Any]] = Registry("tool", ("envs.lookup",))
 FLOWS: Registry[type[Any]] = Registry("agent flow", ("rollout.flow",))
 ADVANTAGES: Registry[Callable[..., Any]] = Registry("advantage", ("megatron_agent.advantages.grpo",))
@@ -17,6 +19,7 @@ LOSSES: Registry[Callable[..., Any]] = Registry(
 )
 
 register_env = ENVS.register
+register_task = TASKS.register
 register_tool = TOOLS.register
 register_flow = FLOWS.register
 register_advantage = ADVANTAGES.register

@@ -24,7 +24,7 @@ class RunSettings:
 @dataclass
 class ModelSettings:
     path: str = ""
-    """Hugging Face folder (config, tokenizer, template, safetensors), or `tiny`: the project makes its own."""
+    """Hugging Face folder (config, tokenizer, template, safetensors), or `tiny` (made here)."""
     dtype: str = "float32"
     """float32 | bfloat16."""
 
