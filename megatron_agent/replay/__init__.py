@@ -1,0 +1,1 @@
+"""Step stores: where steps wait until their group is complete."""
