@@ -46,7 +46,7 @@ def build_rows(
     for trajectory in attempts:
         if any(step.sampling.cuts_vocabulary for step in trajectory.steps):
             raise NumericsError(
-                f"attempt {trajectory.attempt_id} was sampled with top_p < 1 or top_k > 0, which is not trained on"
+                f"attempt {trajectory.attempt_id} was sampled with top_p < 1 or top_k > 0: not trainable"
             )
     keys = [(a, i) for a, t in enumerate(attempts) for i, s in enumerate(t.steps) if len(s.action_ids)]
     spans = [

@@ -157,6 +157,10 @@ class RolloutFleet(Protocol):
 class StepStore(Protocol):
     """The step-buffer replay store."""
 
+    def expect(self, group_id: str, attempts: int) -> None:
+        """Announce how many attempts make the group whole; a group that shrank is announced again."""
+        ...
+
     def append(self, attempt_id: str, step: Step) -> None: ...
 
     def complete(self, trajectory: Trajectory) -> None: ...

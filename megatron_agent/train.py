@@ -16,9 +16,8 @@ from megatron_agent.errors import NumericsError
 from megatron_agent.ledger import Fate, Ledger
 from megatron_agent.metrics import rollout_metrics, update_metrics
 from megatron_agent.numerics import logprob_gap
-from megatron_agent.ports import PolicyShards, RolloutFleet, Tracker
+from megatron_agent.ports import PolicyShards, RolloutFleet, StepStore, Tracker
 from megatron_agent.registries import ADVANTAGES
-from megatron_agent.replay.memory import MemoryStepStore
 from megatron_agent.rewards import episode_returns
 from megatron_agent.scheduler import SampleScheduler
 from megatron_agent.settings import AlgorithmSettings, NumericsSettings, ScheduleSettings, TrainerSettings
@@ -47,7 +46,7 @@ class TrainingLoop:
         shards: PolicyShards,
         fleet: RolloutFleet,
         scheduler: SampleScheduler,
-        store: MemoryStepStore,
+        store: StepStore,
         ledger: Ledger,
         tracker: Tracker,
         evaluate: Callable[[int, bool], Awaitable[Mapping[str, float]]],
@@ -133,7 +132,7 @@ class TrainingLoop:
         return pack(rows, dp=self.settings.dp, tokens_per_microbatch=budget)
 
     async def check_engines(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
-        """Every step proves that the engines hold the trainer's policy, before anything is learnt from them."""
+        """Prove that the engines sampled from the trainer's policy before anything is learnt from them."""
         gaps = [logprob_gap(batch, await self.shards.log_probs(batch)) for batch in batches]
         for gap in gaps:
             gap.check(self.settings.numerics, self.version)
