@@ -22,19 +22,19 @@ async def supervise(
     tokens_per_microbatch: int,
     on_step: Callable[[int, TrainMetrics], None],
     stop: asyncio.Event,
-) -> bool:
+) -> int:
     """One optimizer step per batch of demonstrations; every action token weighs the same.
 
-    Returns False where `stop` ended it early.
+    Returns the number of steps: fewer than batches where `stop` ended it early.
     """
     number = 0
     async for demonstrations in batches:
         if stop.is_set():
-            return False
+            break
         ones = {t.attempt_id: [np.ones(len(s.action_ids)) for s in t.steps] for t in demonstrations}
         group = Group(group_id="demonstrations", sample_id="", task="", trajectories=tuple(demonstrations))
         rows = build_rows([group], ones, "token")
         batch = pack(rows, dp=dp, tokens_per_microbatch=tokens_per_microbatch)
         number += 1
         on_step(number, await shards.train_step(batch, SUPERVISED))
-    return True
+    return number

@@ -1,0 +1,1 @@
+"""Sinks for metrics: one short file per implementation of the port Tracker."""
