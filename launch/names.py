@@ -33,8 +33,8 @@ REGISTERED: dict[str, Plugin] = {
 @cache
 def known_names(plugin: Plugin) -> tuple[str, ...]:
     """First arguments of every `decorator("name")` in the registry's modules, sorted."""
-    names: set[str] = set(plugin.registry._entries)
-    for module in plugin.registry._modules:
+    names: set[str] = set(plugin.registry.registered)
+    for module in plugin.registry.modules:
         path = ROOT.joinpath(*module.split("."))
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
         for file in files:

@@ -22,7 +22,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, modules: tuple[str, ...] = ()) -> None:
         self.kind = kind
-        self._modules = modules
+        self.modules = modules
         self._entries: dict[str, T] = {}
         self._loaded = False
 
@@ -36,6 +36,11 @@ class Registry(Generic[T]):
             return entry
 
         return add
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """Names that are registered by now; unlike `names`, this imports nothing."""
+        return tuple(sorted(self._entries))
 
     def names(self) -> list[str]:
         self._load()
@@ -65,5 +70,5 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if not self._loaded:
             self._loaded = True
-            for module in self._modules:
+            for module in self.modules:
                 importlib.import_module(module)

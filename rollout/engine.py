@@ -47,6 +47,7 @@ def engine_environment(settings: RolloutSettings, index: int, cores: Sequence[in
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
     }
 
@@ -113,6 +114,7 @@ class Engine:
             max_logprobs=-1,
             worker_extension_cls="rollout.worker_extension.WorkerExtension",
             disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
         try:
             llm = AsyncLLM.from_engine_args(arguments)

@@ -331,6 +331,13 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(
 # ---------------------------------------- determinism, broken engines
 
 
+def test_a_folder_without_a_model_is_an_engine_error(
+    start_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="engine empty did not start"):
+        start_engine("empty", tmp_path)
+
+
 def test_deterministic_engine_repeats_bit_for_bit_under_load(fresh_untied: Engine, run: Run) -> None:
     async def all_at_once() -> list[Generation]:
         return await asyncio.gather(
