@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.hf_folder import fetch_bucket, write_hf_folder
+from launch.hf_folder import write_hf_folder
 from launch.run_folder import RunFolder
 from megatron_agent.files import write_atomically
 from megatron_agent.ports import PolicyShards
 from megatron_agent.train import TrainingLoop
+from rollout.fleet import fetch_bucket
 
 log = logging.getLogger("megatron_agent")
 

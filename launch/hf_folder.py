@@ -27,12 +27,6 @@ COPIED = (
 )
 
 
-async def fetch_bucket(handle: Any) -> Mapping[str, np.ndarray]:
-    """Resolve an object-store reference."""
-    arrays: Mapping[str, np.ndarray] = await handle
-    return arrays
-
-
 async def write_hf_folder(
     export: WeightExport,
     fetch: Callable[[Any], Awaitable[Mapping[str, np.ndarray]]],

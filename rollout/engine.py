@@ -12,6 +12,8 @@ which version sampled it, since versions change only while generation is paused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -189,11 +191,20 @@ class Engine:
         return {"version": self.version, "running": self._running, "alive": alive}
 
     async def close(self) -> None:
-        """End the engine's processes; every later request fails."""
-        if self._llm is not None:
-            self._broken = "it is closed"
-            llm, self._llm = self._llm, None
-            await asyncio.to_thread(llm.shutdown)
+        """End the engine's processes: running requests end aborted, every later one fails."""
+        if self._llm is None:
+            return
+        self._broken = "it is closed"
+        llm, self._llm = self._llm, None
+        with contextlib.suppress(Exception):  # a dead engine cannot be paused
+            if self._running:
+                await llm.pause_generation(mode="abort")
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        await asyncio.to_thread(llm.shutdown)
+        # AsyncLLM is part of a reference cycle, and its finaliser fails at the interpreter's exit.
+        del llm
+        gc.collect()
 
     # ------------------------------------ details
 

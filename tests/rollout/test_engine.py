@@ -1,6 +1,6 @@
 """The engine against Hugging Face and against fresh engines, with weights that really change.
 
-Order matters in one place only: the last test ruins its engine.
+Order matters in one place only: the last two tests ruin their engines.
 """
 
 from __future__ import annotations
@@ -360,3 +360,21 @@ def test_an_engine_that_cannot_undo_a_failed_load_answers_no_more(fresh_tied: En
     assert run(fresh_tied.health())["alive"] is False
     with pytest.raises(EngineError, match="mixture"):
         run(fresh_tied.generate([1], GREEDY, request_id="x"))
+
+
+def test_closing_ends_running_requests(fresh_untied: Engine, run: Run) -> None:
+    async def close_while_asked() -> Generation:
+        task = asyncio.create_task(
+            fresh_untied.generate([5], Sampling(max_new_tokens=400, seed=1), request_id="running")
+        )
+        while sampled_so_far(fresh_untied) < 5:
+            await asyncio.sleep(0.005)
+        await fresh_untied.close()
+        return await task
+
+    answer: Generation = run(close_while_asked())
+    assert answer.finish_reason is FinishReason.ABORT
+    assert 5 <= len(answer.ids) < 400
+    assert run(fresh_untied.health())["alive"] is False
+    with pytest.raises(EngineError, match="it is closed"):
+        run(fresh_untied.generate([5], Sampling(seed=1), request_id="late"))
