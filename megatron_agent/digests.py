@@ -12,4 +12,4 @@ from numpy.typing import NDArray
 def digest(array: NDArray[Any]) -> str:
     """xxh3-128 of the bytes of `array` in C order, as 32 hex digits. Shape and dtype are not part of it."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return str(xxhash.xxh3_128_hexdigest(data))
+    return str(xxhash.xxh3_128_hexdigest(data.data))

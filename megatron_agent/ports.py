@@ -145,8 +145,8 @@ class RolloutFleet(Protocol):
         self, groups: Sequence[tuple[str, Sample]], *, attempts: int, sampling: Sampling
     ) -> list[Group]:
         """Play `attempts` attempts at each (group id, sample); the order of the answer is that of the
-        question. Attempts that infrastructure spoilt are refilled a bounded number of times, then the
-        group is returned smaller."""
+        question. Attempts that infrastructure spoilt are refilled a bounded number of times; they come
+        back as well, without a reward, so that no started attempt is unaccounted for."""
         ...
 
     async def update_weights(self, export: WeightExport) -> None:

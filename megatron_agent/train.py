@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_agent.advantages import Advantages
 from megatron_agent.batching import build_rows, pack, split_groups
 from megatron_agent.contracts import Group, LossSpec, PackedBatch, Sampling
-from megatron_agent.errors import NumericsError
+from megatron_agent.errors import EngineError, NumericsError
 from megatron_agent.ledger import Fate, Ledger
 from megatron_agent.metrics import rollout_metrics, update_metrics
 from megatron_agent.numerics import logprob_gap
@@ -116,6 +116,8 @@ class TrainingLoop:
         played = await self.fleet.play(
             asked, attempts=schedule.attempts_per_group, sampling=self.settings.sampling
         )
+        if not any(t.rewarded for group in played for t in group.trajectories):
+            raise EngineError(f"no attempt of step {self.step + 1} could be played: {_last_failure(played)}")
         for group in played:
             self.store.expect(group.group_id, len(group.trajectories))
             for trajectory in group.trajectories:
@@ -183,6 +185,11 @@ def informative(group: Group, advantages: Advantages) -> bool:
         for trajectory in group.trajectories
         for values in advantages.get(trajectory.attempt_id, ())
     )
+
+
+def _last_failure(groups: Sequence[Group]) -> str:
+    outcomes = [t.outcome for group in groups for t in group.trajectories]
+    return str(outcomes[-1]) if outcomes else "nothing was played"
 
 
 def _due(step: int, every: int) -> bool:

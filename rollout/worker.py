@@ -1,7 +1,8 @@
 """Plays groups of attempts: many episodes at once, each on one engine, none able to break another.
 
 An attempt that infrastructure spoilt is played again under a new attempt id, a bounded number of times;
-then its group comes back smaller. `RolloutWorker.counts` tells how often.
+then its group has fewer rewarded attempts. The spoilt ones are in the group too, so that each has a fate.
+`RolloutWorker.counts` tells how often.
 """
 
 from __future__ import annotations
@@ -106,23 +107,25 @@ class RolloutWorker:
                 group_id=group_id,
                 sample_id=sample.id,
                 task=sample.task,
-                trajectories=tuple(t for t in played[i * attempts : (i + 1) * attempts] if t is not None),
+                trajectories=tuple(t for tries in played[i * attempts : (i + 1) * attempts] for t in tries),
             )
             for i, (group_id, sample) in enumerate(groups)
         ]
 
     async def _attempt(
         self, group_id: str, sample: Sample, index: int, sampling: Sampling
-    ) -> Trajectory | None:
-        """Play one attempt until infrastructure lets it end; None where it never does."""
+    ) -> list[Trajectory]:
+        """Play one attempt until infrastructure lets it end, or refills are used up: every try, in order."""
+        tries: list[Trajectory] = []
         async with self._places:
             for retry in range(self._settings.refills + 1):
                 attempt_id = f"{group_id}/{index}" + (f".{retry}" if retry else "")
                 trajectory = await self._play_somewhere(attempt_id, group_id, sample, sampling)
+                tries.append(trajectory)
                 if not isinstance(trajectory.outcome, Infrastructure):
-                    return trajectory
+                    break
                 self._count_failure(trajectory, last=retry == self._settings.refills)
-        return None
+        return tries
 
     async def _play_somewhere(
         self, attempt_id: str, group_id: str, sample: Sample, sampling: Sampling

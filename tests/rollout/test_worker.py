@@ -65,6 +65,10 @@ def worker_of(chat: ChatTokens, *engines: ScriptedEngine, **options: Any) -> Rol
     return RolloutWorker(chat, engines or (ScriptedEngine(chat, lambda c: "x"),), settings, **options)
 
 
+def rewarded(group: Group) -> int:
+    return sum(t.rewarded for t in group.trajectories)
+
+
 def play(worker: RolloutWorker, groups: list[tuple[str, Sample]], attempts: int = 3) -> list[Group]:
     return asyncio.run(worker.play(groups, attempts=attempts, sampling=Sampling(max_new_tokens=8)))
 
@@ -85,16 +89,18 @@ def test_spoilt_attempts_are_refilled(chat: ChatTokens) -> None:
     failures["a"] = 2
     worker = worker_of(chat)
     groups = play(worker, groups_of("a", "b"))
-    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert [rewarded(group) for group in groups] == [3, 3]
+    assert [len(group.trajectories) for group in groups] == [5, 3]
     assert worker.counts == {"played": 8, "env_failed": 2, "refilled": 2}
-    assert len({t.attempt_id for t in groups[0].trajectories}) == 3
+    assert len({t.attempt_id for t in groups[0].trajectories}) == 5
 
 
 def test_a_group_shrinks_when_refills_are_used_up(chat: ChatTokens) -> None:
     failures["a"] = -1
     worker = worker_of(chat, settings={"refills": 2})
     groups = play(worker, groups_of("a", "b"), attempts=2)
-    assert [len(group.trajectories) for group in groups] == [0, 2]
+    assert [rewarded(group) for group in groups] == [0, 2]
+    assert [len(group.trajectories) for group in groups] == [6, 2]
     assert worker.counts == {"played": 8, "env_failed": 6, "refilled": 4, "lost": 2}
 
 
@@ -103,7 +109,7 @@ def test_an_engine_that_fails_is_left_for_another(chat: ChatTokens) -> None:
     sound = ScriptedEngine(chat, lambda c: "x", name="sound")
     worker = worker_of(chat, broken, sound)
     groups = play(worker, groups_of("a", "b"), attempts=4)
-    assert [len(group.trajectories) for group in groups] == [4, 4]
+    assert [rewarded(group) for group in groups] == [4, 4]
     assert {step.engine for g in groups for t in g.trajectories for step in t.steps} == {"sound"}
     assert worker.counts["engine_failed"] == len(broken.requests) == 4
     play(worker, groups_of("c"))
@@ -140,4 +146,4 @@ def test_a_factory_that_fails_spoils_only_its_own_group(chat: ChatTokens) -> Non
     worker = worker_of(chat, settings={"refills": 0})
     sample = Sample(id="x", task="t", prompt=(), env_name="test-flaky", env_kwargs={"nonsense": 1})
     groups = play(worker, [("g", sample), *groups_of("a")], attempts=2)
-    assert [len(group.trajectories) for group in groups] == [0, 2]
+    assert [rewarded(group) for group in groups] == [0, 2]
