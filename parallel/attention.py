@@ -1,11 +1,13 @@
-"""Core attention and norm of the local layer spec: no Transformer Engine, CPU and GPU alike.
+"""Core attention with rotary positions, and the norm, of the local layer spec: no Transformer Engine.
 
-megatron-core's own local core attention refuses packed rows, and its torch norm refuses sequence parallelism.
+megatron-core's own local core attention refuses packed rows, its torch norm refuses sequence parallelism, and
+its unfused rotary embedding and norm pass over their inputs about twice as often as needed.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 
 class PackedAttention(MegatronModule):
-    """Causal scaled-dot-product attention with grouped queries over padded (bshd) or packed (thd) rows."""
+    """Causal attention with rotary positions and grouped queries over packed (thd) rows."""
 
     def __init__(
         self,
@@ -31,11 +33,14 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rope_theta: float,
     ) -> None:
         super().__init__(config=config)
         if pg_collection is not None and pg_collection.cp.size() > 1:
             raise ValueError("context parallelism is not supported by PackedAttention")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rope_theta = rope_theta
 
     def forward(
         self,
@@ -47,39 +52,101 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Query `[t, heads/tp, d]` and key, value `[t, kv_heads/tp, d]` with packed rows, or
-        `[s, b, ...]` without. Returns `[t, heads/tp * d]` or `[s, b, heads/tp * d]`; always causal."""
+        """Query `[t, heads/tp, d]`, key and value `[t, kv_heads/tp, d]`, positions not yet applied.
+
+        Returns `[t, heads/tp * d]`. Raises ValueError for rows that are not packed.
+        """
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        bounds: list[int] = packed_seq_params.cu_seqlens_q.tolist()
-        rows = [
-            self._attend(*(x[start:stop].transpose(0, 1)[None] for x in (query, key, value)))
-            for start, stop in pairwise(bounds)
-        ]
-        return torch.cat(rows, dim=2)[0].transpose(0, 1).flatten(1)
+            raise ValueError("PackedAttention needs packed rows")
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        cos, sin = _rope_table(bounds, query.shape[-1], self.rope_theta, query.dtype, query.device)
+        query, key = (_Rotate.apply(x, cos, sin) for x in (query, key))  # type: ignore[no-untyped-call]
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if len(set(lengths)) == 1:
+            shape = (len(lengths), lengths[0])
+            rows = (x.view(*shape, *x.shape[1:]) for x in (query, key, value))
+            return self._attend(*rows).flatten(0, 1)
+        split = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*(x[None] for x in row))[0] for row in split])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`[b, heads, s, d]` each; key and value with fewer heads where queries are grouped."""
-        repeats = query.shape[1] // key.shape[1]
+        """`[b, s, heads, d]` each, key and value with fewer heads; returns `[b, s, heads * d]`."""
+        repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
-            # Expanded views keep the fused kernel; enable_gqa falls back to the unfused one on CPU.
-            key, value = (_repeat_heads(x, repeats) for x in (key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.transpose(1, 2).flatten(2)
 
 
-def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """`[b, kv_heads, s, d]` to `[b, kv_heads * repeats, s, d]`, each head `repeats` times in a row."""
-    return x.repeat_interleave(repeats, dim=1)
+@lru_cache(maxsize=16)
+def _rope_table(
+    bounds: tuple[int, ...], dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[t, 1, d/2]` of packed rows, the same for every layer of a micro-batch."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    positions = torch.cat(
+        [torch.arange(stop - start, dtype=torch.float32, device=device) for start, stop in pairwise(bounds)]
+    )
+    angles = (positions[:, None] / theta**exponents)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class _Rotate(torch.autograd.Function):
+    """Rotate the two halves of the last dimension; the gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[t, heads, d]`, cos and sin `[t, 1, d/2]`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+class RMSNorm(torch.nn.Module):
     """RMSNorm whose weight gradient is summed over tp where activations are split along the sequence."""
 
-    weight: torch.nn.Parameter
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> None:
-        super().__init__(hidden_size, eps=eps)
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]`; statistics in float32 or wider."""
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        normed: Tensor = (wide * inverse).to(x.dtype)
+        return normed.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, grad_wide = x * inverse, grad.to(inverse.dtype)
+        grad_weight = (grad_wide * normed).flatten(0, -2).sum(dim=0)
+        scaled = grad_wide * weight
+        share = torch.linalg.vecdot(scaled, normed)[..., None] / x.shape[-1]
+        grad_x = scaled.addcmul_(normed, share, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,5 +105,5 @@ def scatter_log_probs(
     return result
 
 
-def _join(parts: list[np.ndarray[tuple[int], np.dtype[np.generic]]], dtype: type) -> np.ndarray:  # type: ignore[type-arg]
+def _join(parts: list[np.ndarray[tuple[int], np.dtype[np.generic]]], dtype: type) -> np.ndarray[Any, Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

@@ -26,13 +26,15 @@ def taken_log_probs(
     """Log-prob of each taken token under softmax(hidden @ weight.T / temperature), and the entropy.
 
     hidden `[tokens, hidden]`, weight `[vocab/tp, hidden]` (the rank's rows, in rank order), taken `[tokens]`
-    int64 ids of the whole vocabulary, temperature `[tokens]`. Returns two `[tokens]` tensors, float32 or wider;
-    the entropy carries no gradient. With a group, every rank passes the same hidden states and gets the
-    same results; the gradient of `hidden` is summed over the group, that of `weight` is the rank's own.
+    int64 ids of the whole vocabulary, temperature `[tokens]`. Returns two `[tokens]` tensors, float32 or
+    wider; the entropy carries no gradient. With a group, every rank passes the same hidden states and gets
+    the same results; the gradient of `hidden` is summed over the group, that of `weight` is the rank's own.
     """
     if group is not None and group.size() == 1:
         group = None
-    logprobs, entropy = _TakenLogProbs.apply(hidden, weight, taken, temperature, group, chunk_tokens)
+    logprobs, entropy = _TakenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, taken, temperature, group, chunk_tokens
+    )
     return logprobs, entropy
 
 
@@ -73,7 +75,7 @@ class _TakenLogProbs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, local, held, inverse, log_sums = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -94,11 +96,18 @@ class _TakenLogProbs(torch.autograd.Function):
                     grad_weight += narrow.T @ hidden[chunk]
         if grad_hidden is not None and ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _local_ids(taken: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Index of each taken id among this rank's rows (0 where another rank holds it), and whether it is here."""
+    """Index of each taken id among this rank's rows, and whether this rank holds it."""
     local = taken - (0 if group is None else group.rank() * rows)
     held = (local >= 0) & (local < rows)
     return local.clamp(0, rows - 1), held

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -29,9 +30,9 @@ class PolicyModel(GPTModel):
     @property
     def output_weight(self) -> Tensor:
         """`[vocab/tp, hidden]`; only on the last stage."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight  # type: ignore[no-any-return]
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 def transformer_config(
@@ -83,34 +84,32 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def build_model(
-    arch: Architecture, config: TransformerConfig, groups: ProcessGroupCollection
-) -> PolicyModel:
+def build_model(arch: Architecture, config: TransformerConfig, groups: ProcessGroupCollection) -> PolicyModel:
     """The part of the model that this rank holds; parameters are not initialised."""
     stage, stages = groups.pp.rank(), groups.pp.size()
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, len(stage_layers(stage, arch.layers, stages))),
+        transformer_layer_spec=_layer_spec(config, arch, len(stage_layers(stage, arch.layers, stages))),
         vocab_size=arch.vocab,
         max_sequence_length=arch.max_positions,
         pre_process=stage == 0,
         post_process=stage == stages - 1,
         share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
+        # Our core attention applies the rotary positions.
+        position_embedding_type="none",
         pg_collection=groups,
     )
     # Norm weights are made in torch's default dtype.
     return model.to(config.params_dtype)  # type: ignore[no-any-return]
 
 
-def _layer_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, arch: Architecture, layers: int) -> TransformerBlockSubmodules:
     """megatron-core's local spec with our core attention and norms."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope_theta": arch.rope_theta})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -94,7 +94,7 @@ class RayPolicyShards:
         optimizer: OptimizerSettings,
         seed: int,
         deterministic: bool,
-        env_vars: Mapping[str, str] = {},  # noqa: B006
+        env_vars: Mapping[str, str] = {},
     ) -> RayPolicyShards:
         """Start and join all ranks. Ray must be running.
 
@@ -225,7 +225,8 @@ def _explain(method: str, errors: Mapping[int, BaseException]) -> Exception:
     dead = [rank for rank, error in errors.items() if isinstance(error, RayActorError)]
     if dead:
         names = ", ".join(map(str, dead))
-        return ShardError(f"rank {names} of the policy died during {method}: {errors[dead[0]]}")
+        reason = str(errors[dead[0]]).splitlines()[0]
+        return ShardError(f"rank {names} of the policy died during {method}: {reason}")
     rank, error = min(errors.items())
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ValueError | MegatronAgentError):

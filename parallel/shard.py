@@ -148,7 +148,8 @@ class PolicyShard:
     @property
     def _reports(self) -> bool:
         """Whether this rank speaks for its data-parallel replica: tp rank 0 of the last stage."""
-        return self.groups.tp.rank() == 0 and self.groups.pp.rank() == self.groups.pp.size() - 1
+        last: bool = self.groups.pp.rank() == self.groups.pp.size() - 1
+        return last and self.groups.tp.rank() == 0
 
     def _run(self, batch: PackedBatch, consume: Consume, forward_only: bool) -> list[dict[str, Tensor]]:
         """Run this rank's micro-batches through the pipeline. Returns the metrics of each micro-batch on the
@@ -227,8 +228,10 @@ class PolicyShard:
 
     # ---------------------------------------- weights and checkpoints
 
-    def export(self, version: int, put: Callable[[Bucket], Any] = lambda bucket: bucket) -> WeightExport | None:
-        """All weights as Hugging Face tensors on global rank 0 (handles are what `put` returns), None elsewhere."""
+    def export(
+        self, version: int, put: Callable[[Bucket], Any] = lambda bucket: bucket
+    ) -> WeightExport | None:
+        """All weights as Hugging Face tensors on global rank 0, None elsewhere; `put` makes the handles."""
         return export_weights(
             self.model,
             self.arch,

@@ -212,7 +212,7 @@ def join_shards(layout: Layout, shards: Sequence[Tensor], arch: Architecture) ->
         return [(name, torch.cat([half[i] for half in halves])) for i, name in enumerate(names)]
     joined = torch.cat(list(shards))
     sizes = [heads * arch.head_dim for heads in _heads_per_group(arch)]
-    parts = joined.reshape(arch.kv_heads, sum(sizes), *joined.shape[1:]).split(sizes, dim=1)
+    parts = torch.split(joined.reshape(arch.kv_heads, sum(sizes), *joined.shape[1:]), sizes, dim=1)
     return [(name, part.flatten(0, 1)) for name, part in zip(names, parts, strict=True)]
 
 

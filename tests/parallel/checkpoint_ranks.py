@@ -1,4 +1,4 @@
-"""One of two ranks of the checkpoint tests: save, overwrite everything, load, train on, report differences."""
+"""One of two ranks of the checkpoint tests: save, overwrite everything, load, train on, compare."""
 
 from __future__ import annotations
 
@@ -205,7 +205,9 @@ def main() -> None:
         "first_plain": before_first_step(run, TP2, "first-plain"),
         "first_distributed": before_first_step(run, DP2_DISTRIBUTED, "first-distributed"),
         "without_own_steps": without_own_steps(run),
-        "non_finite": {name: non_finite(run, mesh) for name, mesh in (("tp", TP2), ("pp", PP2), ("dp", {"dp": 2}))},
+        "non_finite": {
+            name: non_finite(run, mesh) for name, mesh in (("tp", TP2), ("pp", PP2), ("dp", {"dp": 2}))
+        },
         "refusals": refusals(run),
     }
     harness.write_result(run.rank, run.folder, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def run_case(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         if step == 0 and not mesh.distributed_optimizer:
             # The clipped gradient: undo the factor to compare with the reference's.
             factor = min(1.0, harness.OPTIMIZER.clip_grad_norm / (metrics.grad_norm + 1e-6))
-            grads = dict(gather(shard.model, shard.arch, shard.groups, lambda p: p.main_grad / factor))
+            grads = dict(gather(shard.model, shard.arch, shard.groups, partial(_unclipped, factor=factor)))
             if rank == 0:
                 got["grad"] = harness.relative(grads, want["grads"])
         got["losses"].append(metrics.loss)
@@ -67,6 +68,10 @@ def run_case(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         got["params"] = harness.relative(params, want["params"])
     shard.close()
     return got
+
+
+def _unclipped(parameter: Any, factor: float) -> Any:
+    return parameter.main_grad / factor
 
 
 def compare_export(folder: str, tensors: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Every mesh trains like transformers on one process: loss, gradients, stepped parameters, log-probs, export."""
+"""Every mesh trains like transformers: loss, gradients, stepped parameters, log-probs; exports are exact."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     source = SafetensorsFolder(harness.write_model(tmp_path, "llama"))
     with pytest.raises(ConfigError, match=r"model\.layers\.9"):
         source.read("model.layers.9.mlp.down_proj.weight")
-    with pytest.raises(ConfigError, match="no .safetensors"):
+    with pytest.raises(ConfigError, match=r"no \.safetensors"):
         SafetensorsFolder(harness.HERE)
 
 
@@ -100,6 +100,8 @@ def test_metrics_are_summed_or_maximised() -> None:
 
     ranks = [[{"loss": 1.0, "max_ratio": 2.0}, {"loss": 0.5}], [], [{"loss": 1.0, "max_ratio": 3.0}]]
     assert reduce_metrics(ranks) == {"loss": 2.5, "max_ratio": 3.0}
-    broken = reduce_metrics([[{"loss": float("inf"), "max_ratio": float("nan")}, {"loss": -1.0, "max_ratio": 1.0}]])
+    broken = reduce_metrics(
+        [[{"loss": float("inf"), "max_ratio": float("nan")}, {"loss": -1.0, "max_ratio": 1.0}]]
+    )
     assert np.isnan(broken["loss"])
     assert np.isnan(broken["max_ratio"])
