@@ -176,7 +176,7 @@ def test_a_dead_engine_fails_its_requests_and_the_others_play_on(
     assert "engine-0" in str(error)
     assert "orphan" in str(error)
     groups = run(fleet.play(samples("a"), attempts=4, sampling=Sampling(max_new_tokens=8)))
-    assert [len(group.trajectories) for group in groups] == [4]
+    assert [sum(t.rewarded for t in group.trajectories) for group in groups] == [4]
     assert {step.engine for t in groups[0].trajectories for step in t.steps} == {"engine-1"}
     health = run(fleet.health())
     assert health["engines"]["engine-0"]["alive"] is False
