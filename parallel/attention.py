@@ -83,12 +83,17 @@ class PackedAttention(MegatronModule):
 def _rope_table(
     bounds: tuple[int, ...], dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[t, 1, d/2]` of packed rows, the same for every layer of a micro-batch."""
+    """Cosines and sines `[t, 1, d/2]` of packed rows, the same for every layer of a micro-batch.
+
+    Inverse frequencies are rounded before they are multiplied, as transformers and vLLM do: rounded otherwise,
+    angles differ by 1e-5 at position 200, and a sharp policy's log-probs by ten times the usual gap.
+    """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    inverse_frequencies = 1.0 / theta**exponents
     positions = torch.cat(
         [torch.arange(stop - start, dtype=torch.float32, device=device) for start, stop in pairwise(bounds)]
     )
-    angles = (positions[:, None] / theta**exponents)[:, None]
+    angles = (positions[:, None] * inverse_frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
