@@ -10,6 +10,7 @@ Rules of a turn:
 - A tool that runs past its `timeout_s` is stopped and the agent is told: its own arguments chose the work.
 - A tool that raises is the environment's failure: the exception propagates and the episode has no reward.
 - An action without a call is the final answer. `grade` judges it and the episode ends.
+- What the agent sees next of all that was said is the `context` policy's choice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import asyncio
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
+from envs.context import Append, ContextPolicy, Shown
 from megatron_agent.contracts import (
     NO_INFO,
     Action,
@@ -139,12 +141,15 @@ class ToolEnv:
     tools: ClassVar[Sequence[ToolSpec]] = ()
     max_turns: ClassVar[int] = 16
     """Actions of an episode; after the last one it is truncated."""
+    context: ClassVar[ContextPolicy] = Append()
+    """What the agent sees after its action, of all that was said."""
 
     def __init__(self, **state: Any) -> None:
         self.state = copy.deepcopy(state)
         """What the tools and `grade` read and change. A copy: attempts at one sample share its kwargs."""
         self.toolbox = build_tools(tuple(self.tools))
         self.turns = 0
+        self._shown = Shown(messages=(), opening=0, state=self.state)
 
     # ------------------------------------ to override
 
@@ -165,9 +170,24 @@ class ToolEnv:
     async def reset(self, sample: Sample) -> Observation:
         self.turns = 0
         schemas = tuple(tool.schema() for tool in self.toolbox.values())
-        return Observation(messages=await self.opening(sample), tools=schemas)
+        messages = tuple(await self.opening(sample))
+        seen = (*sample.prompt, *messages)
+        self._shown = Shown(messages=seen, opening=len(seen), state=self.state)
+        return Observation(messages=messages, tools=schemas)
 
     async def step(self, action: Action) -> EnvStep:
+        answer = await self._answer(action)
+        if answer.observation is None:
+            return answer
+        turn = {"role": "assistant", "content": action.text}
+        before = replace(self._shown, messages=(*self._shown.messages, turn))
+        observation = await self.context.observe(before, answer.observation.messages)
+        kept = () if observation.rewrite else before.messages
+        self._shown = replace(before, messages=(*kept, *observation.messages))
+        return replace(answer, observation=observation)
+
+    async def _answer(self, action: Action) -> EnvStep:
+        """What the action led to, whatever of it the agent will see."""
         self.turns += 1
         if action.parse is Parse.ERROR:
             return self._go_on([_tool_message(f"error: {action.parse_error}")], info={"malformed_calls": 1})

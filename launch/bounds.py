@@ -72,6 +72,7 @@ BOUNDS: dict[str, Interval] = {
     "rollout.tokens_per_iteration": COUNT,
     "rollout.block_tokens": COUNT,
     "rollout.request_timeout_s": POSITIVE,
+    "rollout.reward_timeout_s": POSITIVE,
     "rollout.start_timeout_s": POSITIVE,
     **{f"optimizer.{name}": interval for name, interval in _OPTIMIZER.items()},
     **{f"cold_start.optimizer.{name}": interval for name, interval in _OPTIMIZER.items()},
@@ -93,6 +94,9 @@ BOUNDS: dict[str, Interval] = {
     "eval.samples": COUNT,
     "eval.final_samples": NOT_NEGATIVE,
     "eval.attempts": COUNT,
+    "eval.stop_at_success": SHARE,
+    "eval.patience": NOT_NEGATIVE,
+    "eval.api_requests": COUNT,
     "checkpoint.every_steps": NOT_NEGATIVE,
     "checkpoint.keep": COUNT,
     "tracking.trajectories_per_step": NOT_NEGATIVE,
@@ -104,5 +108,7 @@ BOUNDS: dict[str, Interval] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
+    "data.format": ("jsonl", "parquet"),
+    "eval.api_mode": ("tokens", "chat"),
     "algorithm.weighting": ("token", "step", "trajectory", "group", "task"),
 }

@@ -27,9 +27,11 @@ async def save_checkpoint(
     store: bytes = b"",
     model: Path | None = None,
     keep: int = 2,
+    best: int | None = None,
 ) -> None:
     """Write the checkpoint and then its commit marker. With `model` (the start policy's HF folder) the
-    weights are also written as a HF folder, for evaluation and for use elsewhere."""
+    weights are also written as a HF folder, for evaluation and for use elsewhere. The newest `keep`
+    checkpoints stay, and that of step `best`."""
     checkpoint = folder.start_checkpoint(phase, step)
     if checkpoint is None:
         return
@@ -39,7 +41,7 @@ async def save_checkpoint(
         export = await shards.export(state["version"])
         await write_hf_folder(export, fetch_bucket, model, checkpoint / "hf")
     write_atomically(checkpoint / "store.bin", store)
-    folder.commit(checkpoint, state, keep=keep)
+    folder.commit(checkpoint, state, keep=keep, best=best)
     log.info("saved %s, %.1f s", checkpoint, time.perf_counter() - started)
 
 
@@ -53,5 +55,6 @@ async def load_checkpoint(
     loop.version = state["version"] - 1
     loop.scheduler.restore(state["scheduler"])
     loop.ledger.restore(state["ledger"])
+    loop.history.restore(state["evaluations"])
     loop.store.restore((checkpoint / "store.bin").read_bytes())
     log.info("continuing after step %d, version %d", loop.step, state["version"])

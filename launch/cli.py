@@ -34,12 +34,38 @@ class Command:
     summary: str
     target: str = ""
     """Name of a first argument that is no override ("" if there is none)."""
+    target_is: str = ""
+    """What that argument may be."""
+    option: str = ""
+    """Name of a further argument that may follow it ("" if there is none)."""
+    configured: bool = True
+    """Whether the command takes settings."""
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command("launch.train", "train a policy: cold start, then reinforcement learning"),
     "sft": Command("launch.sft", "the cold start alone: supervised steps on demonstrations"),
-    "eval": Command("launch.evaluate", "held-out success of a run or of a Hugging Face folder", "TARGET"),
+    "eval": Command(
+        "launch.evaluate",
+        "held-out success of a run, of a Hugging Face folder, or of a model behind an API",
+        "TARGET",
+        "runs/NAME (its own configuration is used), a Hugging Face folder (becomes model.path), or the "
+        "http address of an OpenAI-compatible server (model.path names its tokenizer)",
+    ),
+    "export": Command(
+        "launch.export",
+        "write a run's policy as a Hugging Face folder",
+        "RUN",
+        "runs/NAME (its best checkpoint if checkpoint.keep_best keeps it, else its newest), or a checkpoint",
+        option="[OUT]",
+        configured=False,
+    ),
+    "data": Command(
+        "launch.data",
+        "write the training and held-out samples of a task to files",
+        "TASK",
+        "a registered name or package.module:Name (becomes env.name)",
+    ),
 }
 
 
@@ -49,6 +75,7 @@ class Arguments:
     flags: frozenset[str]
     overrides: tuple[str, ...]
     target: str
+    option: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,16 +108,19 @@ def parse(arguments: Sequence[str]) -> Arguments:
     elif not command and not flags & {"--help", "--version"}:
         problems.append(f"no command (commands: {', '.join(COMMANDS)}; megatron-agent --help)")
     rest = words[1:]
-    target = ""
+    target = option = ""
     if command in COMMANDS and COMMANDS[command].target and "--help" not in flags:
+        known = COMMANDS[command]
         plain = [word for word in rest if "=" not in word]
-        target = plain[0] if plain else ""
-        rest = [word for word in rest if word is not target]
+        target, option, *_ = [*plain[: 2 if known.option else 1], "", ""]
+        rest = [word for word in rest if word is not target and word is not option]
         if not target:
-            problems.append(f"{command} needs {COMMANDS[command].target}: runs/NAME or a Hugging Face folder")
+            problems.append(f"{command} needs {known.target}: {known.target_is}")
+        if rest and not known.configured:
+            problems.append(f"{command} takes {known.target} {known.option} and no settings: {rest[0]!r}")
     if problems:
         raise ConfigError(problems)
-    return Arguments(command, flags, tuple(rest), target)
+    return Arguments(command, flags, tuple(rest), target, option)
 
 
 def _unknown_flag(flag: str) -> str:
@@ -118,8 +148,13 @@ def _run(arguments: Arguments) -> int:
     from launch.config import load_config
     from launch.validate import warnings
 
+    if not COMMANDS[arguments.command].configured:
+        run = importlib.import_module(COMMANDS[arguments.command].module).run
+        return int(run(arguments.target, arguments.option, dry_run="--dry-run" in arguments.flags))
     overrides = list(arguments.overrides)
-    if arguments.target:
+    if arguments.command == "data":
+        overrides = [f"env.name={_quoted(arguments.target)}", *overrides]
+    elif arguments.target:
         overrides = target_overrides(arguments.target, overrides) + overrides
     config = load_config(overrides, arguments.command)
     for line in warnings(config, arguments.command):
@@ -153,14 +188,21 @@ def show_progress() -> None:
 
 def target_overrides(target: str, overrides: Sequence[str]) -> list[str]:
     """What the target of an evaluation implies: a run is evaluated under its own configuration, a Hugging
-    Face folder is the model. Overrides of the user win."""
+    Face folder is the model, an address implies nothing. Overrides of the user win."""
     from launch.run_folder import RunFolder
+    from launch.targets import NAMED_MODELS, address_problem, is_address, is_named_model
 
     folder = Path(target)
+    if is_address(target):
+        problem = address_problem(target)
+        if problem:
+            raise ConfigError([problem])
+        return []
+    if is_named_model(target):
+        return [f"model.path={target}"]
     if not folder.is_dir():
-        raise ConfigError(
-            [f"TARGET: found {target!r}, which is no folder, allowed: runs/NAME or a Hugging Face folder"]
-        )
+        allowed = f"runs/NAME, a Hugging Face folder, http://HOST:PORT/v1, {' or '.join(NAMED_MODELS)}"
+        raise ConfigError([f"TARGET: found {target!r}, which is no folder, allowed: {allowed}"])
     saved = folder / "config.yaml"
     if (folder / "config.json").is_file():
         return [f"model.path={_quoted(folder)}"]
@@ -172,7 +214,7 @@ def target_overrides(target: str, overrides: Sequence[str]) -> list[str]:
     return implied if policy is None else [*implied, f"model.path={_quoted(policy)}"]
 
 
-def _quoted(path: Path) -> str:
+def _quoted(path: Path | str) -> str:
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

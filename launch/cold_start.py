@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.config import TrainConfig
+from launch.data import demonstrated_samples
 from launch.session import worker_environment
 from megatron_agent.contracts import Sample, TrainMetrics, Trajectory
 from megatron_agent.ports import PolicyShards, Tracker
-from megatron_agent.registries import TASKS
 from megatron_agent.supervised import supervise
 from megatron_agent.waiting import waiting_for
 
@@ -68,12 +68,7 @@ async def run_cold_start(
 
 def draw(config: TrainConfig) -> list[tuple[Sample, int]]:
     """(sample, solver seed) of every demonstration: shuffled passes over the demonstrated samples."""
-    task = TASKS.get(config.env.name)
-    pool = [
-        sample
-        for sample in task.samples("train", config.env.train_samples, config.run.seed)
-        if task.demonstrated(sample)
-    ]
+    pool = demonstrated_samples(config)
     rng = random.Random(f"demonstrations/{config.run.seed}")
     drawn: list[tuple[Sample, int]] = []
     needed = config.cold_start.steps * config.cold_start.demonstrations_per_step

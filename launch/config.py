@@ -35,6 +35,7 @@ from megatron_agent.settings import (
     CheckpointSettings,
     ClusterSettings,
     ColdStartSettings,
+    DataSettings,
     EnvSettings,
     EvalSettings,
     MeshSettings,
@@ -51,7 +52,13 @@ from megatron_agent.settings import (
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "quickstart"
 COMMAND_LINE = "the command line"
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list of texts, [A, B]",
+}
 
 
 @dataclass
@@ -70,6 +77,7 @@ class TrainConfig:
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     cold_start: ColdStartSettings = field(default_factory=ColdStartSettings)
     env: EnvSettings = field(default_factory=EnvSettings)
+    data: DataSettings = field(default_factory=DataSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron_agent.contracts import Group, Sample, Sampling
 from megatron_agent.evaluation import Proportion, flatten, summarise
-from megatron_agent.ports import RolloutFleet, Task
+from megatron_agent.ports import Task
 from megatron_agent.settings import EvalSettings
 
 
@@ -22,12 +23,20 @@ class Evaluation:
         return flatten(self.greedy, "eval/greedy") | flatten(self.sampled, "eval/sampled")
 
 
+class Player(Protocol):
+    """What an evaluation needs of a RolloutFleet: nobody updates its weights here."""
+
+    async def play(
+        self, groups: Sequence[tuple[str, Sample]], *, attempts: int, sampling: Sampling
+    ) -> list[Group]: ...
+
+
 class Evaluator:
     """Plays held-out samples greedily and sampled."""
 
     def __init__(
         self,
-        fleet: RolloutFleet,
+        fleet: Player,
         task: Task,
         samples: Sequence[Sample],
         sampling: Sampling,

@@ -42,6 +42,18 @@ EXAMPLES = {
         "megatron-agent eval runs/quickstart",
         "megatron-agent eval runs/quickstart env.heldout_samples=1000 eval.attempts=8",
         "megatron-agent eval models/Qwen2.5-0.5B-Instruct",
+        "megatron-agent eval http://localhost:8000/v1 model.path=models/Qwen2.5-0.5B-Instruct",
+    ),
+    "export": (
+        "megatron-agent export runs/quickstart",
+        "megatron-agent export runs/quickstart models/lookup-agent",
+        "megatron-agent export runs/quickstart/checkpoints/step_000020 models/step-20 --dry-run",
+    ),
+    "data": (
+        "megatron-agent data lookup",
+        "megatron-agent data lookup data.out=data/small data.format=parquet env.train_samples=200 run.seed=1",
+        "megatron-agent train env.train_files=[data/lookup/train.jsonl] "
+        "env.heldout_files=[data/lookup/heldout.jsonl]",
     ),
 }
 
@@ -91,23 +103,24 @@ def of_command(name: str) -> str:
     command = COMMANDS[name]
     target = f" {command.target}" if command.target else ""
     examples = "\n".join(f"  {example}" for example in EXAMPLES[name])
-    if command.target:
-        meaning = "a run (its own configuration is used) or a Hugging Face folder (becomes model.path)"
-        target_help = [f"{command.target}\n  {meaning}"]
-    else:
-        target_help = []
+    meaning = textwrap.fill(command.target_is, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    target_help = [f"{command.target}\n{meaning}"] if command.target else []
+    words = " [KEY=VALUE ...]" if command.configured else f" {command.option}"
     return "\n\n".join(
         [
-            f"usage: megatron-agent {name}{target} [KEY=VALUE ...] [--dry-run] [--help]",
+            f"usage: megatron-agent {name}{target}{words} [--dry-run] [--help]",
             f"{command.summary[0].upper()}{command.summary[1:]}.",
             *target_help,
             f"examples\n{examples}",
-            recipes(),
-            f"settings (KEY, default, meaning; {{...}}: allowed values)\n\n{settings()}",
+            *(_configuration() if command.configured else []),
             FLAGS,
             EXIT_CODES,
         ]
     )
+
+
+def _configuration() -> list[str]:
+    return [recipes(), f"settings (KEY, default, meaning; {{...}}: allowed values)\n\n{settings()}"]
 
 
 def recipes() -> str:
@@ -136,7 +149,8 @@ def settings(cls: type[Any] = TrainConfig, prefix: str = "") -> str:
 
 
 def _default(entry: dataclasses.Field[Any]) -> str:
-    value = entry.default
+    factory = entry.default_factory
+    value = entry.default if factory is dataclasses.MISSING else factory()
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str) and value else repr(value)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.config import TrainConfig, to_yaml
+from launch.data import SPLITS, files_of, outputs, sample_count
 from launch.run_folder import RunFolder
+from launch.targets import is_address, result_file
 from launch.validate import kv_bytes_per_token, model_config
 from megatron_agent.errors import ConfigError
 from megatron_agent.settings import OptimizerSettings
@@ -58,6 +60,8 @@ def _show_tables(sections: Sequence[Section]) -> None:
 
 
 def plan(config: TrainConfig, command: str = "train", target: str = "") -> list[Section]:
+    if command == "data":
+        return [_data(config)]
     sections = [_model(config), _processes(config)]
     if command in ("train", "sft"):
         sections.append(_cold_start(config))
@@ -66,7 +70,10 @@ def plan(config: TrainConfig, command: str = "train", target: str = "") -> list[
     if command in ("train", "eval"):
         sections += [_rollout(config), _evaluation(config, command)]
     if command == "eval":
-        sections.append(Section("Output", [("evaluated", target), ("result", f"{target}/evaluation.json")]))
+        lines = [("evaluated", target), ("result", str(result_file(config, target)))]
+        if is_address(target):
+            lines.insert(1, ("asked for", f"{config.eval.api_mode}, {config.eval.api_requests} at once"))
+        sections.append(Section("Output", lines))
     else:
         sections.append(_output(config, command))
     return sections
@@ -164,11 +171,12 @@ def _schedule(config: TrainConfig) -> Section:
     schedule, algorithm = config.schedule, config.algorithm
     groups = schedule.steps * schedule.groups_per_step
     attempts = groups * schedule.attempts_per_group
-    epochs = groups / config.env.train_samples
+    samples = sample_count(config, "train")
+    epochs = groups / samples
     return Section(
         "Reinforcement learning",
         [
-            ("task", f"{config.env.name}, {config.env.train_samples} training samples"),
+            ("task", f"{_origin(config, 'train')}, {samples} training samples"),
             (
                 "schedule",
                 f"{schedule.steps} steps x {schedule.groups_per_step} groups/step x "
@@ -222,13 +230,26 @@ def _rollout(config: TrainConfig) -> Section:
 
 
 def _evaluation(config: TrainConfig, command: str) -> Section:
-    final = config.eval.final_samples or config.env.heldout_samples
+    final = config.eval.final_samples or sample_count(config, "heldout")
     whole = f"{final} held-out samples, greedy and {config.eval.attempts} sampled attempts each (pass@k)"
+    origin = ("held-out samples", _origin(config, "heldout"))
     if command == "eval":
-        return Section("Evaluation", [("once", whole)])
+        return Section("Evaluation", [origin, ("once", whole)])
     every = config.eval.every_steps
     during = f"every {every} steps: {config.eval.samples} held-out samples" if every else "none"
-    return Section("Evaluation", [("before and after", whole), ("during", during)])
+    return Section("Evaluation", [origin, ("before and after", whole), ("during", during)])
+
+
+def _origin(config: TrainConfig, split: str) -> str:
+    """Where the samples of a split come from."""
+    return ", ".join(files_of(config, split)) or config.env.name
+
+
+def _data(config: TrainConfig) -> Section:
+    lines = [("task", config.env.name), ("seed", str(config.run.seed))]
+    counts = {"train": config.env.train_samples, "heldout": config.env.heldout_samples}
+    paths = outputs(config)
+    return Section("Data", lines + [(split, f"{paths[split]}, {counts[split]} samples") for split in SPLITS])
 
 
 def _folder(config: TrainConfig, command: str) -> Path:

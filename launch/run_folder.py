@@ -98,13 +98,15 @@ class RunFolder:
         folder.mkdir(parents=True)
         return folder
 
-    def commit(self, folder: Path, state: dict[str, Any], *, keep: int) -> None:
-        """Write the state, then the marker, then remove all but the newest `keep` checkpoints."""
+    def commit(self, folder: Path, state: dict[str, Any], *, keep: int, best: int | None = None) -> None:
+        """Write the state, then the marker, then remove all but the newest `keep` checkpoints and that of
+        step `best`."""
         write_atomically(folder / "state.json", json.dumps(state).encode())
         write_atomically(folder / COMMITTED, b"")
         for old in self.committed()[: -max(1, keep)]:
-            (old / COMMITTED).unlink()
-            shutil.rmtree(old)
+            if best is None or old.name != f"step_{best:06d}":
+                (old / COMMITTED).unlink()
+                shutil.rmtree(old)
 
     def finish(self) -> None:
         write_atomically(self.path / FINISHED, b"")
@@ -170,8 +172,6 @@ def _refusals(folder: RunFolder, config: TrainConfig) -> list[str]:
 
 def _start_point(folder: RunFolder, resume: str) -> Path | None:
     if resume not in ("auto", "never"):
-        if not (Path(resume) / COMMITTED).exists():
-            raise ConfigError([f"run.resume: {resume} is not a complete checkpoint (no {COMMITTED} in it)"])
         return Path(resume)
     checkpoints = folder.committed()
     return checkpoints[-1] if checkpoints else None

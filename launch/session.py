@@ -28,7 +28,11 @@ def worker_environment() -> dict[str, str]:
 
 
 def model_folder(config: TrainConfig, run: Path) -> Path:
-    """The HF folder of the start policy; `tiny` is made inside the run's folder."""
+    """The HF folder of the start policy; `tiny` is made inside the run's folder, `smollm2` is fetched."""
+    if config.model.path == "smollm2":
+        from launch.pretrained import smollm2_folder
+
+        return smollm2_folder(log.info)
     if config.model.path != "tiny":
         return Path(config.model.path)
     from launch.tiny_model import make_tiny_model

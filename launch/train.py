@@ -13,6 +13,7 @@ from launch.checkpoints import load_checkpoint, save_checkpoint
 from launch.cluster import ray_cluster
 from launch.cold_start import run_cold_start
 from launch.config import TrainConfig, save_config
+from launch.data import split_samples, task_of
 from launch.evaluator import Evaluator
 from launch.run_folder import RunFolder, open_run, read_state
 from launch.session import (
@@ -26,7 +27,6 @@ from launch.session import (
 from launch.sinks import make_tracker
 from megatron_agent.ledger import Ledger
 from megatron_agent.ports import PolicyShards, RolloutFleet, Tracker
-from megatron_agent.registries import TASKS
 from megatron_agent.replay.memory import MemoryStepStore
 from megatron_agent.scheduler import SampleScheduler
 from megatron_agent.tracking.jsonl import JsonlTracker
@@ -111,11 +111,10 @@ def _build_loop(
     tracker: Tracker,
     stop: asyncio.Event,
 ) -> TrainingLoop:
-    task = TASKS.get(config.env.name)
     seed = config.run.seed
     sampling = training_sampling(config)
-    heldout = task.samples("heldout", config.env.heldout_samples, 0)
-    evaluator = Evaluator(fleet, task, heldout, sampling, config.eval)
+    heldout = split_samples(config, "heldout")
+    evaluator = Evaluator(fleet, task_of(config), heldout, sampling, config.eval)
 
     async def evaluate(step: int, whole: bool) -> Mapping[str, float]:
         return (await evaluator.run(whole=whole, label=f"eval{step}")).metrics()
@@ -127,7 +126,9 @@ def _build_loop(
             "version": loop.version,
             "scheduler": loop.scheduler.state(),
             "ledger": loop.ledger.state(),
+            "evaluations": loop.history.state(),
         }
+        best = loop.history.best()
         await save_checkpoint(
             folder,
             "step",
@@ -137,6 +138,7 @@ def _build_loop(
             store=loop.store.snapshot(),
             model=start_model,
             keep=config.checkpoint.keep,
+            best=best[0] if best and config.checkpoint.keep_best else None,
         )
 
     loop = TrainingLoop(
@@ -147,12 +149,12 @@ def _build_loop(
             trainer=config.trainer,
             sampling=sampling,
             dp=config.mesh.dp,
-            eval_every_steps=config.eval.every_steps,
-            save_every_steps=config.checkpoint.every_steps,
+            eval=config.eval,
+            checkpoint=config.checkpoint,
         ),
         shards=shards,
         fleet=fleet,
-        scheduler=SampleScheduler(task.samples("train", config.env.train_samples, seed), seed),
+        scheduler=SampleScheduler(split_samples(config, "train"), seed),
         store=MemoryStepStore(),
         ledger=Ledger(),
         tracker=tracker,

@@ -18,8 +18,10 @@ from typing import Any
 
 from launch.bounds import BOUNDS, CHOICES
 from launch.config import TrainConfig
+from launch.data import data_problems
 from launch.names import REGISTERED, known_names
 from launch.run_folder import COMMITTED, RunFolder
+from launch.targets import NAMED_MODELS
 from parallel.mesh import check_mesh
 
 Rule = Callable[[TrainConfig, str], Iterator[str]]
@@ -29,7 +31,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def problems(config: TrainConfig, command: str = "train") -> list[str]:
     """Every reason why `command` cannot run with this configuration."""
-    return [line for rule in RULES for line in rule(config, command)]
+    rules = WRITING_RULES if command == "data" else RULES
+    return [line for rule in rules for line in rule(config, command)]
 
 
 def value_of(config: TrainConfig, key: str) -> Any:
@@ -45,6 +48,10 @@ def model_config(config: TrainConfig) -> Mapping[str, Any] | None:
         from launch.tiny_model import tiny_config
 
         return tiny_config()
+    if config.model.path == "smollm2":
+        from launch.pretrained import smollm2_config
+
+        return smollm2_config()
     try:
         content = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -110,9 +117,12 @@ def _run(config: TrainConfig, command: str) -> Iterator[str]:
 
 def _model(config: TrainConfig, command: str) -> Iterator[str]:
     path = config.model.path
-    if path == "tiny":
+    if path in NAMED_MODELS:
         return
-    allowed = "allowed: `tiny` or a Hugging Face folder (config.json, tokenizer.json, *.safetensors)"
+    allowed = (
+        f"allowed: {', '.join(f'`{name}`' for name in NAMED_MODELS)} or a Hugging Face folder "
+        "(config.json, tokenizer.json, *.safetensors)"
+    )
     folder = Path(path)
     if not path:
         yield f"model.path: not set, {allowed}"
@@ -203,13 +213,13 @@ def _schedule(config: TrainConfig, command: str) -> Iterator[str]:
             f"schedule.groups_per_step: found {schedule.groups_per_step}, allowed: a multiple of "
             f"algorithm.updates_per_step ({updates}), a mini-batch is whole groups"
         )
-    if config.env.train_samples < schedule.groups_per_step:
+    if config.env.train_samples < schedule.groups_per_step and not config.env.train_files:
         yield (
             f"env.train_samples: found {config.env.train_samples}, allowed: at least "
             f"schedule.groups_per_step ({schedule.groups_per_step})"
         )
     for key in ("eval.samples", "eval.final_samples"):
-        if value_of(config, key) > config.env.heldout_samples:
+        if value_of(config, key) > config.env.heldout_samples and not config.env.heldout_files:
             yield (
                 f"{key}: found {value_of(config, key)}, allowed: at most env.heldout_samples "
                 f"({config.env.heldout_samples})"
@@ -223,6 +233,8 @@ def _optimizers(config: TrainConfig, command: str) -> Iterator[str]:
         ("optimizer", config.optimizer),
         ("cold_start.optimizer", config.cold_start.optimizer),
     ):
+        if optimizer is config.cold_start.optimizer and config.cold_start.steps == 0:
+            continue
         if optimizer.decay_fraction > 0 and optimizer.total_steps == 0:
             yield f"{key}.total_steps: found 0, allowed with {key}.decay_fraction > 0: the number of steps"
         if 0 < optimizer.total_steps < optimizer.warmup_steps:
@@ -236,6 +248,10 @@ def _optimizers(config: TrainConfig, command: str) -> Iterator[str]:
             f"numerics.p99_logprob_gap: found {numerics.p99_logprob_gap:g}, allowed: at most "
             f"numerics.max_logprob_gap ({numerics.max_logprob_gap:g})"
         )
+
+
+def _data(config: TrainConfig, command: str) -> Iterator[str]:
+    yield from data_problems(config, command)
 
 
 def _tracking(config: TrainConfig, command: str) -> Iterator[str]:
@@ -263,7 +279,10 @@ RULES: tuple[Rule, ...] = (
     _schedule,
     _optimizers,
     _tracking,
+    _data,
 )
+WRITING_RULES: tuple[Rule, ...] = (_bounds, _choices, _names, _data)
+"""What matters where only data is written."""
 
 
 # ---------------------------------------- warnings
@@ -271,6 +290,8 @@ RULES: tuple[Rule, ...] = (
 
 def warnings(config: TrainConfig, command: str = "train") -> list[str]:
     """What will run, but perhaps not as meant."""
+    if command == "data":
+        return []
     found = []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rollout, mesh = config.rollout, config.mesh

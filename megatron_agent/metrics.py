@@ -37,11 +37,11 @@ def rollout_metrics(
         "train/success": _mean([float(success(t)) for t in rewarded]),
         "rollout/attempts": float(len(attempts)),
         "rollout/failed_attempts": float(len(attempts) - len(rewarded)),
-        "rollout/turns": _mean([float(len(t.steps)) for t in rewarded]),
+        "rollout/turns": _mean([float(len(t.path)) for t in rewarded]),
         "rollout/action_tokens": float(sum(t.action_tokens for t in attempts)),
         "rollout/truncated": _mean([float(isinstance(t.outcome, Truncated)) for t in rewarded]),
         "rollout/malformed_calls": float(parses[Parse.ERROR]),
-        "rollout/tool_calls": float(sum(len(step.tool_calls) for step in steps)),
+        "rollout/tool_calls": float(sum(len(step.tool_calls) for step in steps if step.taken)),
         "rollout/constant_groups": constant / max(1, len(groups)),
         "staleness/max": float(max(ages, default=0)),
     }

@@ -6,6 +6,7 @@ play -> store -> advantages -> log-prob gap -> optimizer steps -> publish weight
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from megatron_agent.advantages import Advantages
 from megatron_agent.batching import build_rows, pack, split_groups
 from megatron_agent.contracts import Group, LossSpec, PackedBatch, Sampling
 from megatron_agent.errors import EngineError, NumericsError
+from megatron_agent.history import EvaluationHistory
 from megatron_agent.ledger import Fate, Ledger
 from megatron_agent.metrics import rollout_metrics, update_metrics
 from megatron_agent.numerics import logprob_gap
@@ -20,8 +22,17 @@ from megatron_agent.ports import PolicyShards, RolloutFleet, StepStore, Tracker
 from megatron_agent.registries import ADVANTAGES
 from megatron_agent.rewards import episode_returns
 from megatron_agent.scheduler import SampleScheduler
-from megatron_agent.settings import AlgorithmSettings, NumericsSettings, ScheduleSettings, TrainerSettings
+from megatron_agent.settings import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    EvalSettings,
+    NumericsSettings,
+    ScheduleSettings,
+    TrainerSettings,
+)
 from megatron_agent.timing import Stopwatch
+
+log = logging.getLogger("megatron_agent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +43,8 @@ class LoopSettings:
     trainer: TrainerSettings
     sampling: Sampling
     dp: int
-    eval_every_steps: int
-    save_every_steps: int
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
 
 
 class TrainingLoop:
@@ -58,26 +69,44 @@ class TrainingLoop:
         self.settings, self.shards, self.fleet = settings, shards, fleet
         self.scheduler, self.store, self.ledger, self.tracker = scheduler, store, ledger, tracker
         self.evaluate, self.save, self.stop = evaluate, save, stop
+        self.history = EvaluationHistory()
         self.step = 0
         self.version = 0
         self._skipped_in_a_row = 0
 
     async def run(self) -> bool:
-        """Train until the schedule ends (True) or `stop` is set (False). The last state is always saved."""
+        """Train until the schedule or the early-stop rule ends it (True), or `stop` is set (False). The last
+        state is always saved."""
         steps = self.settings.schedule.steps
         await self.publish()
         if self.step == 0:
-            self.tracker.log(0, await self.evaluate(0, True))
-        while self.step < steps and not self.stop.is_set():
+            self.tracker.log(0, await self.judge(whole=True))
+        ended = self.step == steps
+        while not ended and not self.stop.is_set():
             metrics = await self.train_one_step()
-            last = self.step == steps
-            if last or _due(self.step, self.settings.eval_every_steps):
-                metrics |= await self.evaluate(self.step, last)
+            ended = self.step == steps
+            if ended or _due(self.step, self.settings.eval.every_steps):
+                metrics |= await self.judge(whole=ended)
+                if not ended and (reason := self.history.reason_to_stop(self.settings.eval)):
+                    log.info("stopping early after step %d: %s", self.step, reason)
+                    metrics |= await self.judge(whole=True)
+                    ended = True
             self.tracker.log(self.step, metrics)
-            if not last and _due(self.step, self.settings.save_every_steps):
+            if self._save_due():
                 await self.save(self.step)
         await self.save(self.step)
-        return self.step == steps
+        return ended
+
+    async def judge(self, *, whole: bool) -> dict[str, float]:
+        """Evaluate on held-out samples and remember how good the policy was."""
+        metrics = dict(await self.evaluate(self.step, whole))
+        self.history.add(self.step, metrics["eval/greedy/success"])
+        return metrics
+
+    def _save_due(self) -> bool:
+        best = self.history.best()
+        best_now = self.settings.checkpoint.keep_best and best is not None and best[0] == self.step
+        return best_now or _due(self.step, self.settings.checkpoint.every_steps)
 
     async def train_one_step(self) -> dict[str, float]:
         watch = Stopwatch()

@@ -85,8 +85,8 @@ def _rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[t, 1, d/2]` of packed rows, the same for every layer of a micro-batch.
 
-    Inverse frequencies are rounded before they are multiplied, as transformers and vLLM do: rounded otherwise,
-    angles differ by 1e-5 at position 200, and a sharp policy's log-probs by ten times the usual gap.
+    Inverse frequencies are rounded before they are multiplied, as transformers and vLLM do: rounded
+    otherwise, angles differ by 1e-5 at position 200, and a sharp policy's log-probs ten times more.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     inverse_frequencies = 1.0 / theta**exponents

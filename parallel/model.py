@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -56,11 +57,12 @@ def transformer_config(
         qk_layernorm=arch.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # apex's kernel, or the one that stands in for it on CPU.
+        gradient_accumulation_fusion=parallel_layers._grad_accum_fusion_available,
         # Fusions that need Transformer Engine or apex.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         params_dtype=dtype,

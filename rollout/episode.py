@@ -1,12 +1,14 @@
-"""One attempt while it is played: its context as token ids, its steps, its calls to environment and engine.
+"""One attempt while it is played: its conversations, its steps, its calls to environment and engine.
 
-The context of the next action is described as contracts.Step describes it: what is kept of the last step,
-and what is new. An observation that is appended keeps everything; one that rewrites the conversation keeps
-the longest common beginning, so that a fork stores only what differs.
+Steps are numbered in the order in which they are recorded; step i is the engine's request `ATTEMPT/i`. Most
+flows have one conversation and go on from every action that they sample. A flow may also hold several
+conversations, each with a root of its own, or sample several actions after one context and go on from one of
+them: the others stay as leaves of the trajectory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_agent.contracts import (
+    NO_INFO,
     Action,
     EnvStage,
     EnvStep,
     FinishReason,
     Generation,
-    Ids,
     Message,
     Observation,
     Outcome,
@@ -35,9 +35,10 @@ from megatron_agent.contracts import (
     TruncationReason,
 )
 from megatron_agent.errors import EngineError
-from megatron_agent.ports import AgentEnv, EngineClient
+from megatron_agent.ports import AgentEnv, EngineClient, RestorableEnv
 from megatron_agent.settings import RolloutSettings
 from rollout.chat import ChatTokens
+from rollout.conversation import Conversation
 from rollout.tool_calls import parse_tool_calls
 
 
@@ -83,15 +84,18 @@ def request_seed(run_seed: int, attempt_id: str, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def common_prefix(left: Ids, right: Ids) -> int:
-    """Number of ids at the start in which both agree."""
-    shorter = min(len(left), len(right))
-    differing = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(differing[0]) if len(differing) else shorter
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One of several actions that were sampled after the same context; its step is recorded."""
+
+    step: int
+    cut: TruncationReason | None
+    """The limit that cut the action. A cut action is never given to an environment."""
 
 
 class Episode:
-    """What a flow plays with. Its methods raise EnvironmentFault and EngineError."""
+    """What a flow plays with. Its methods raise EnvironmentFault and EngineError. Those that take a
+    conversation mean `main` where none is given."""
 
     def __init__(
         self,
@@ -104,79 +108,94 @@ class Episode:
     ) -> None:
         self.sample = sample
         self.steps: list[Step] = []
+        self.main = Conversation(chat)
         self._env = env
         self._engine = engine
         self._chat = chat
         self._settings = settings
         self._attempt = attempt
-        self._tools: tuple[Mapping[str, Any], ...] = ()
-        self._context = np.zeros(0, np.int32)
-        """Everything so far; ends with an action, or with what was observed after it."""
-        self._kept = 0
-        """Ids of `_context` that are the last step's; the rest is new."""
-        self._last_full = 0
-        """Length of the last step's context + action."""
         self._score: float | None = None
         self._seconds = {"engine_s": 0.0, "env_s": 0.0}
         self._started_s = time.time()
 
     # ------------------------------------ context
 
+    def conversation(self) -> Conversation:
+        """One more conversation, empty. Its first step is a root."""
+        return Conversation(self._chat)
+
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Make `messages` the whole conversation; `tools` are shown until the end of the episode."""
-        self._tools = tuple(tools)
-        self._replace(messages)
+        """Make `messages` the whole main conversation; `tools` are shown until the end of the episode."""
+        self.main.open(messages, tools)
 
     def observe(self, observation: Observation) -> None:
-        """Append the observation to the conversation, or put it in the conversation's place."""
-        if observation.rewrite:
-            self._replace(observation.messages)
-        else:
-            self._context = np.concatenate([self._context, self._chat.continue_ids(observation.messages)])
-
-    def _replace(self, messages: Sequence[Message]) -> None:
-        before, self._context = self._context, self._chat.open_ids(messages, self._tools)
-        self._kept = common_prefix(before, self._context)
-
-    @property
-    def context(self) -> Ids:
-        """`[tokens]` int32: what the next action is sampled after."""
-        return self._context
+        """Append the observation to the main conversation, or put it in the conversation's place."""
+        self.main.observe(observation)
 
     @property
     def room(self) -> int:
-        """Tokens that the next action may have at most."""
-        return self._settings.max_context_tokens - len(self._context)
+        """Tokens that the next action of the main conversation may have at most."""
+        return self.room_in(self.main)
 
-    # ------------------------------------ turns
+    def room_in(self, conversation: Conversation) -> int:
+        return self._settings.max_context_tokens - len(conversation.ids)
 
-    async def reset(self) -> Observation:
-        with self._timed("env_s"), environment_call(EnvStage.SETUP):
-            return await self._env.reset(self.sample)
+    # ------------------------------------ policy
 
-    async def generate(self) -> TruncationReason | None:
+    @property
+    def greedy(self) -> bool:
+        """Whether every action that is sampled after one context is the same."""
+        return self._attempt.sampling.temperature == 0
+
+    async def generate(
+        self, conversation: Conversation | None = None, *, info: Mapping[str, Any] = NO_INFO
+    ) -> TruncationReason | None:
         """Sample the next action and record its step. Returns the limit that cut the action, if one did."""
-        turn, room, started = len(self.steps), self.room, time.time()
-        sampling = self._sampling(turn)
-        with self._timed("engine_s"):
-            generation = await self._engine.generate(
-                self._context.tolist(), sampling, request_id=f"{self._attempt.id}/{turn}"
-            )
-        if generation.finish_reason is FinishReason.ABORT:
-            raise EngineError(f"engine {generation.engine} aborted request {self._attempt.id}/{turn}")
-        self._record(generation, sampling, started)
-        if generation.finish_reason is FinishReason.STOP:
-            return None
-        if room <= self._attempt.sampling.max_new_tokens:
-            return TruncationReason.CONTEXT_LENGTH
-        return TruncationReason.RESPONSE_LENGTH
+        [candidate] = await self.sample_actions(1, conversation, info=info)
+        self.take(candidate, [candidate], conversation)
+        return candidate.cut
 
-    async def act(self) -> EnvStep:
-        """Parse the last action and give it to the environment."""
-        ids = self.steps[-1].action_ids
+    async def sample_actions(
+        self, count: int, conversation: Conversation | None = None, *, info: Mapping[str, Any] = NO_INFO
+    ) -> list[Candidate]:
+        """Sample `count` actions after the same context and record a step for each; `take` one to go on.
+
+        All are asked for at once and the engine reads the context once. With a seed of the run they are
+        asked for one by one: sequences that share a batch change each other's rounding.
+        """
+        conversation = conversation or self.main
+        first, room, started = len(self.steps), self.room_in(conversation), time.time()
+        samplings = [self._sampling(room, first + i, again=i > 0) for i in range(count)]
+        with self._timed("engine_s"):
+            if self._attempt.seed is None:
+                answers = await self._ask_at_once(conversation, samplings)
+            else:
+                answers = [await self._ask(conversation, s, first + i) for i, s in enumerate(samplings)]
+        return [
+            self._record(conversation, generation, sampling, first, room, started, info)
+            for generation, sampling in zip(answers, samplings, strict=True)
+        ]
+
+    def take(
+        self, chosen: Candidate, candidates: Sequence[Candidate], conversation: Conversation | None = None
+    ) -> None:
+        """Go on from one of the candidates. The others are leaves: `taken` is False."""
+        for other in candidates:
+            if other.step != chosen.step:
+                self._amend(other.step, taken=False)
+        (conversation or self.main).go_on(chosen.step, self.steps[chosen.step].action_ids)
+
+    def read(self, step: int | None = None, *, calls: bool = True) -> Action:
+        """What the agent did in a step (by default the last of the main conversation). What the parser
+        found is written into the step; without `calls`, the whole text is content."""
+        step = self._step_or_last(step)
+        ids = self.steps[step].action_ids
         text = self._chat.decode_action(ids)
+        if not calls:
+            return Action(ids=ids, text=text, content=text.strip())
         parsed = parse_tool_calls(text)
-        action = Action(
+        self._amend(step, parse=parsed.parse, parse_error=parsed.parse_error, tool_calls=parsed.tool_calls)
+        return Action(
             ids=ids,
             text=text,
             content=parsed.content,
@@ -184,21 +203,54 @@ class Episode:
             parse_error=parsed.parse_error,
             tool_calls=parsed.tool_calls,
         )
-        with self._timed("env_s"), environment_call(EnvStage.STEP):
-            answer = await self._env.step(action)
-        self._settle(action, answer)
+
+    # ------------------------------------ environment
+
+    async def reset(self) -> Observation:
+        with self._timed("env_s"), environment_call(EnvStage.SETUP):
+            return await self._env.reset(self.sample)
+
+    async def act(self, step: int | None = None, *, calls: bool = True) -> EnvStep:
+        """Give a step's action (by default the last of the main conversation) to the environment, and write
+        the answer into the step."""
+        step = self._step_or_last(step)
+        answer = await self._give(self.read(step, calls=calls))
+        if answer.score is not None:
+            self._score = answer.score
+        self._note(step, answer.info)
+        self._amend(step, reward=answer.reward, terminated=answer.terminated, finished_s=time.time())
+        if answer.parse_error:
+            self._amend(step, parse=Parse.ERROR, parse_error=answer.parse_error)
         return answer
 
-    def truncate(self, reason: TruncationReason) -> Truncated:
+    async def rehearse(self, step: int) -> EnvStep:
+        """What the environment would answer to a step's action. The environment is put back; the answer is
+        not recorded but for its reward, in `info`. Raises TypeError for one that is not restorable."""
+        if not isinstance(self._env, RestorableEnv):
+            raise TypeError(f"{type(self._env).__name__} has no snapshot and restore: no rehearsal")
+        with environment_call(EnvStage.STEP):
+            before = await self._env.snapshot()
+            answer = await self._give(self.read(step))
+            await self._env.restore(before)
+        self._note(step, {"rehearsed_reward": answer.reward})
+        return answer
+
+    async def _give(self, action: Action) -> EnvStep:
+        with self._timed("env_s"), environment_call(EnvStage.STEP):
+            return await self._env.step(action)
+
+    # ------------------------------------ end
+
+    def truncate(self, reason: TruncationReason, conversation: Conversation | None = None) -> Truncated:
         """End the episode at a limit. What was observed after the last action, if it only appended, is kept
         for a critic that reads the value of going on."""
-        if self.steps:
-            observed = self._context[self._kept :]
-            appended = len(observed) > 0 and self._kept == self._last_full
-            self._amend(truncated=reason, bootstrap_ids=observed if appended else None)
+        conversation = conversation or self.main
+        if conversation.last is not None:
+            self._amend(conversation.last, truncated=reason, bootstrap_ids=conversation.appended)
         return Truncated(reason)
 
     def trajectory(self, outcome: Outcome) -> Trajectory:
+        taken = [step for step in self.steps if step.taken]
         return Trajectory(
             attempt_id=self._attempt.id,
             group_id=self._attempt.group_id,
@@ -208,9 +260,9 @@ class Episode:
             outcome=outcome,
             score=self._score,
             metrics={
-                "turns": float(len(self.steps)),
+                "turns": float(len(taken)),
                 "action_tokens": float(sum(len(step.action_ids) for step in self.steps)),
-                "tool_calls": float(sum(len(step.tool_calls) for step in self.steps)),
+                "tool_calls": float(sum(len(step.tool_calls) for step in taken)),
                 "parse_errors": float(sum(step.parse is Parse.ERROR for step in self.steps)),
                 "seconds": time.time() - self._started_s,
                 **self._seconds,
@@ -219,50 +271,96 @@ class Episode:
 
     # ------------------------------------ details
 
-    def _sampling(self, turn: int) -> Sampling:
+    def _sampling(self, room: int, turn: int, *, again: bool) -> Sampling:
         sampling, seed = self._attempt.sampling, self._attempt.seed
+        if seed is not None:
+            drawn: int | None = request_seed(seed, self._attempt.id, turn)
+        elif again and sampling.seed is not None:
+            # The seed of a request decides its action: candidates would all be the same one.
+            drawn = request_seed(sampling.seed, self._attempt.id, turn)
+        else:
+            drawn = sampling.seed
         return replace(
             sampling,
-            max_new_tokens=min(sampling.max_new_tokens, self.room),
+            max_new_tokens=min(sampling.max_new_tokens, room),
             stop_token_ids=sampling.stop_token_ids or self._chat.stop_token_ids,
-            seed=sampling.seed if seed is None else request_seed(seed, self._attempt.id, turn),
+            seed=drawn,
         )
 
-    def _record(self, generation: Generation, sampling: Sampling, started_s: float) -> None:
+    async def _ask_at_once(
+        self, conversation: Conversation, samplings: Sequence[Sampling]
+    ) -> list[Generation]:
+        """The answers in the order of the questions. The first error ends the other requests."""
+        first = len(self.steps)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._ask(conversation, sampling, first + i))
+                    for i, sampling in enumerate(samplings)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _ask(self, conversation: Conversation, sampling: Sampling, turn: int) -> Generation:
+        request = f"{self._attempt.id}/{turn}"
+        generation = await self._engine.generate(conversation.ids.tolist(), sampling, request_id=request)
+        if generation.finish_reason is FinishReason.ABORT:
+            raise EngineError(f"engine {generation.engine} aborted request {request}")
+        return generation
+
+    def _record(
+        self,
+        conversation: Conversation,
+        generation: Generation,
+        sampling: Sampling,
+        first: int,
+        room: int,
+        started_s: float,
+        info: Mapping[str, Any],
+    ) -> Candidate:
+        """A step for one answer. Only the `first` of several candidates stores what was observed; the others
+        keep its context and fork where its action begins."""
+        index, cut = len(self.steps), self._cut(generation, room)
+        leads = index == first
         self.steps.append(
             Step(
-                parent=len(self.steps) - 1 if self.steps else None,
-                prefix_len=self._kept,
-                new_ids=self._context[self._kept :],
+                parent=conversation.last if leads else first,
+                prefix_len=conversation.kept if leads else len(conversation.ids),
+                new_ids=conversation.new_ids if leads else conversation.ids[:0],
                 action_ids=generation.ids,
                 behaviour_logprobs=generation.logprobs,
                 versions=generation.versions,
                 engine=generation.engine,
                 sampling=sampling,
                 kept_ids=generation.kept_ids,
+                info=info,
+                truncated=cut,
                 started_s=started_s,
                 finished_s=time.time(),
             )
         )
-        self._context = np.concatenate([self._context, generation.ids])
-        self._kept = self._last_full = len(self._context)
+        return Candidate(index, cut)
 
-    def _settle(self, action: Action, answer: EnvStep) -> None:
-        """Write the environment's answer into the last step."""
-        if answer.score is not None:
-            self._score = answer.score
-        self._amend(
-            reward=answer.reward,
-            info=answer.info,
-            parse=Parse.ERROR if answer.parse_error else action.parse,
-            parse_error=answer.parse_error or action.parse_error,
-            tool_calls=action.tool_calls,
-            terminated=answer.terminated,
-            finished_s=time.time(),
-        )
+    def _cut(self, generation: Generation, room: int) -> TruncationReason | None:
+        if generation.finish_reason is FinishReason.STOP:
+            return None
+        if room <= self._attempt.sampling.max_new_tokens:
+            return TruncationReason.CONTEXT_LENGTH
+        return TruncationReason.RESPONSE_LENGTH
 
-    def _amend(self, **changes: Any) -> None:
-        self.steps[-1] = replace(self.steps[-1], **changes)
+    def _step_or_last(self, step: int | None) -> int:
+        step = self.main.last if step is None else step
+        if step is None:
+            raise RuntimeError("nothing was generated yet")
+        return step
+
+    def _note(self, step: int, info: Mapping[str, Any]) -> None:
+        if info:
+            self._amend(step, info={**self.steps[step].info, **info})
+
+    def _amend(self, step: int, **changes: Any) -> None:
+        self.steps[step] = replace(self.steps[step], **changes)
 
     @contextmanager
     def _timed(self, key: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ from megatron_agent.contracts import (
     EngineFailed,
     EnvFailed,
     EnvStage,
+    EnvStep,
     Outcome,
     Sample,
     Sampling,
@@ -95,18 +96,35 @@ class AgentEnvLoop(AgentFlow):
         for _ in range(self.settings.max_turns):
             if episode.room < 1:
                 return episode.truncate(TruncationReason.CONTEXT_LENGTH)
-            cut = await episode.generate()
-            if cut is not None:
-                return episode.truncate(cut)
-            answer = await episode.act()
-            if answer.invalid:
-                return AgentInvalid(answer.invalid)
-            if answer.terminated:
-                return Completed()
-            if answer.observation is not None:
-                episode.observe(answer.observation)
-            if answer.truncated is not None:
-                return episode.truncate(answer.truncated)
-            if answer.observation is None:
-                raise EnvironmentFault(EnvStage.STEP, "gave no observation and did not end the episode")
+            outcome = await self.turn(episode)
+            if outcome is not None:
+                return outcome
         return episode.truncate(TruncationReason.MAX_TURNS)
+
+    async def turn(self, episode: Episode) -> Outcome | None:
+        """Generate one action and act on it: how the episode ended, or None where it goes on."""
+        cut = await episode.generate()
+        return follow(episode, await episode.act()) if cut is None else episode.truncate(cut)
+
+
+def follow(episode: Episode, answer: EnvStep) -> Outcome | None:
+    """Take in the environment's answer: how the episode ended, or None where it goes on."""
+    if (outcome := ended(answer)) is not None:
+        return outcome
+    if answer.observation is not None:
+        episode.observe(answer.observation)
+    if answer.truncated is not None:
+        return episode.truncate(answer.truncated)
+    return None
+
+
+def ended(answer: EnvStep) -> Outcome | None:
+    """Whether the environment ended the episode. Raises EnvironmentFault for an answer that neither ends
+    it nor says how it goes on."""
+    if answer.invalid:
+        return AgentInvalid(answer.invalid)
+    if answer.terminated:
+        return Completed()
+    if answer.observation is None and answer.truncated is None:
+        raise EnvironmentFault(EnvStage.STEP, "gave no observation and did not end the episode")
+    return None

@@ -19,6 +19,7 @@ from megatron_agent.contracts import (
     EnvFailed,
     EnvStage,
     Group,
+    Ids,
     Infrastructure,
     Sample,
     Sampling,
@@ -26,9 +27,11 @@ from megatron_agent.contracts import (
 )
 from megatron_agent.ports import EngineClient
 from megatron_agent.registries import ENVS, FLOWS
+from megatron_agent.reward_models import apply_reward_model, reward_function
 from megatron_agent.settings import RolloutSettings
 from rollout.chat import ChatTokens
 from rollout.flow import AgentFlow
+from rollout.tool_calls import parse_tool_calls
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +94,12 @@ class RolloutWorker:
         self, groups: Sequence[tuple[str, Sample]], *, attempts: int, sampling: Sampling
     ) -> list[Group]:
         """`attempts` attempts at each (group id, sample), as `RolloutFleet.play`. Raises UnknownName, before
-        anything is played, for a sample whose flow or environment nobody registered."""
+        anything is played, for a sample whose flow or environment nobody registered, and ValueError for one
+        whose reward model cannot be used."""
         for _, sample in groups:
             self._flow(sample.agent_name)
             ENVS.get(sample.env_name)
+            reward_function(sample)
         played = await asyncio.gather(
             *(
                 self._attempt(group_id, sample, index, sampling)
@@ -153,7 +158,7 @@ class RolloutWorker:
                 steps=(),
                 outcome=EnvFailed(EnvStage.SETUP, f"{type(error).__name__}: {error}"),
             )
-        return await self._flow(sample.agent_name).run(
+        trajectory = await self._flow(sample.agent_name).run(
             sample,
             env,
             engine,
@@ -162,6 +167,10 @@ class RolloutWorker:
             group_id=group_id,
             seed=self._seed,
         )
+        return await apply_reward_model(trajectory, sample, self._content_of, self._settings.reward_timeout_s)
+
+    def _content_of(self, action_ids: Ids) -> str:
+        return parse_tool_calls(self._chat.decode_action(action_ids)).content
 
     def _flow(self, name: str) -> AgentFlow:
         if name not in self._flows:

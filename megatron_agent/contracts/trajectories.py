@@ -73,6 +73,8 @@ class Step:
     """Reason, where `parse` is `error`."""
     tool_calls: tuple[ToolCall, ...] = ()
     terminated: bool = False
+    taken: bool = True
+    """False for an action that a flow sampled and did not go on from: a leaf without a reward."""
     truncated: TruncationReason | None = None
     bootstrap_ids: Ids | None = None
     """Observation after a truncated last step, where a critic may read the value of going on."""
@@ -170,6 +172,11 @@ class Trajectory:
         """The ids that the engine was given for step `index`: `[tokens]` int32."""
         full = self.full_ids(index)
         return full[: len(full) - len(self.steps[index].action_ids)]
+
+    @property
+    def path(self) -> tuple[Step, ...]:
+        """The steps that were taken, in order."""
+        return tuple(step for step in self.steps if step.taken)
 
     @property
     def action_tokens(self) -> int:

@@ -50,7 +50,7 @@ def describe(trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
         "outcome": _outcome(trajectory),
         "reward": trajectory.reward,
         "score": trajectory.score,
-        "turns": len(trajectory.steps),
+        "turns": len(trajectory.path),
         "action_tokens": trajectory.action_tokens,
         "parse": {kind.value: parses.get(kind.value, 0) for kind in Parse},
         "steps": [_describe_step(step, decode) for step in trajectory.steps],
@@ -73,6 +73,8 @@ def _describe_step(step: Step, decode: Decode) -> dict[str, Any]:
         "action": decode([int(i) for i in step.action_ids]),
         "parse": step.parse.value,
     }
+    if not step.taken:
+        described["taken"] = False
     if step.parse_error:
         described["parse_error"] = step.parse_error
     if step.tool_calls:
