@@ -5,49 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from whole_runs import figures, finish, start
 
 from megatron_agent.tracking.jsonl import read_metrics
 
-COMMAND = [sys.executable, "-m", "launch.cli"]
 SMOKE = ["recipe=smoke", "run.deterministic=true", "schedule.steps=4", "eval.samples=8", "eval.attempts=1"]
-TIMING = ("time/", "throughput/", "wall_s")
-
-
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> str:
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert "Traceback" not in output, output
-    return output
-
-
-def figures(run: Path) -> list[dict[str, float]]:
-    """Metrics without those that measure time."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(TIMING)}
-        for row in read_metrics(run / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture(scope="module")
