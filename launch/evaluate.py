@@ -89,6 +89,8 @@ async def _evaluate_api(config: TrainConfig, address: str) -> Evaluation:
             await engine.connect(max_context_tokens=config.rollout.max_context_tokens)
             if isinstance(engine, TokenApiEngine):
                 await engine.check_tokens(chat)
+            elif isinstance(engine, ChatApiEngine):
+                await engine.check_messages()
             log.info("model %s", engine.model)
             run = config.run
             worker = RolloutWorker(

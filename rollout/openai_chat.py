@@ -21,6 +21,10 @@ from rollout.chat import ChatTokens
 from rollout.openai_client import NO_VERSION, ApiEngine
 
 UNANSWERED = "not executed"
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class RecordedChat(ChatTokens):
@@ -59,6 +63,17 @@ class ChatApiEngine(ApiEngine):
         self._played: dict[bytes, Told] = {}
         """Conversations that end with an answer of the server, by their ids."""
         self._lengths: set[int] = set()
+
+    async def check_messages(self) -> None:
+        """Prove, before anything is played, that the server answers messages with tools. Raises EngineError,
+        with the server's own words, where it does not."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": "-"}],
+            "tools": [PROBE_TOOL],
+            "max_tokens": 1,
+        }
+        self._message(await self._call("POST", "/chat/completions", body, "request probe"), "request probe")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
         """Ask for the next assistant message. Raises EngineError, or DeadlineExceeded after `timeout_s`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -15,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from launch.tiny_model import make_tiny_model
+from megatron_agent.contracts import Generation, Sampling
+from rollout.chat import ChatTokens
+from rollout.openai_client import TokenApiEngine
 
 COMMAND = [sys.executable, "-m", "launch.cli"]
 WORDS = ["recipe=smoke", "env.heldout_samples=24", "eval.samples=24", "eval.attempts=2"]
@@ -78,6 +82,34 @@ def test_eval_over_the_api_agrees_with_eval_of_the_folder(model: Path, address: 
     for name, value in expected["sampled"].items():
         assert found["sampled"][name]["low"] <= value["high"]
         assert value["low"] <= found["sampled"][name]["high"]
+
+
+@pytest.mark.slow
+def test_ids_and_log_probs_over_the_api_are_the_models(model: Path, address: str) -> None:
+    """The policy of the comparison above is a random one: here its very tokens are compared."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompts = [[5, 6, 7], [100 + i for i in range(40)], [400, 3, 9, 27, 81]]
+    greedy = Sampling(temperature=0.0, max_new_tokens=24, stop_token_ids=(2,))
+
+    async def ask() -> list[Generation]:
+        engine = TokenApiEngine(address)
+        await engine.connect(max_context_tokens=512)
+        await engine.check_tokens(ChatTokens(model))
+        requests = (engine.generate(ids, greedy, request_id=str(i)) for i, ids in enumerate(prompts))
+        answers = await asyncio.gather(*requests)
+        await engine.close()
+        return list(answers)
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for prompt, found in zip(prompts, asyncio.run(ask()), strict=True):
+        with torch.no_grad():
+            logits = policy(torch.tensor([[*prompt, *found.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == found.ids.tolist()
+        assert len(found.ids) == 24 or found.ids[-1] == 2
+        torch.testing.assert_close(torch.tensor(found.logprobs), logprobs.max(-1).values, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def unfinished(tmp_path: Path, *overrides: str) -> Path:
 
 def test_resume_goes_on_with_the_same_settings_only(tmp_path: Path):
     last = unfinished(tmp_path)
-    _, start = open_run(config(tmp_path, "run.name=mine", "schedule.steps=9", "eval.samples=8"))
+    _, start = open_run(config(tmp_path, "run.name=mine", "schedule.steps=9", "optimizer.total_steps=2"))
     assert start == last
     with pytest.raises(ConfigError, match=r"other settings \(run.seed: 0 -> 5\)"):
         open_run(config(tmp_path, "run.name=mine", "run.seed=5"))

@@ -388,6 +388,19 @@ def test_chat_mode_gives_nothing_that_could_be_trained_on(folder: str) -> None:
         assert set(step.versions.tolist()) == {-1}
 
 
+def test_a_server_that_takes_no_tools_is_refused_before_anything_is_played(folder: str) -> None:
+    async def main() -> None:
+        told = '{"error": {"message": "auto tool choice is off"}}'
+        async with ApiServer(ChatTokens(folder), misdeeds=[Misdeed(400, told)]) as server:
+            engine = ChatApiEngine(server.address, RecordedChat(folder), model="served")
+            with pytest.raises(EngineError, match="HTTP 400 auto tool choice is off"):
+                await engine.check_messages()
+            await engine.check_messages()
+            await engine.close()
+
+    asyncio.run(main())
+
+
 def test_chat_mode_refuses_a_context_that_is_not_made_of_messages(folder: str) -> None:
     async def main() -> None:
         chat = RecordedChat(folder)
