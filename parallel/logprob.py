@@ -1,7 +1,8 @@
 """Log-probs of taken tokens from hidden states, without ever holding `[tokens, vocab]` logits.
 
 The vocabulary is split over the tp ranks. Forward and backward walk over chunks of tokens; the backward
-pass recomputes a chunk's logits, so the peak is one chunk whatever the number of tokens.
+pass recomputes a chunk's logits, so the peak is two buffers of one chunk whatever the number of tokens. The
+last chunk of the forward pass is kept for the backward pass, which starts with it: it fits the same peak.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 512
 
 
 def taken_log_probs(
@@ -69,6 +70,8 @@ class _TakenLogProbs(torch.autograd.Function):
             logprobs[chunk] = sums[2] - log_sum
             entropy[chunk] = log_sum - sums[1] / sums[0]
             log_sums[chunk] = log_sum + top
+            last = exp, sums[0]
+        ctx.last = last if len(hidden) and any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(hidden, weight, local, held, inverse, log_sums)
         ctx.group, ctx.chunk_tokens = group, chunk_tokens
         ctx.mark_non_differentiable(entropy)
@@ -81,10 +84,16 @@ class _TakenLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if need_weight else None
         scaled = grad * inverse
-        for chunk in _chunks(len(hidden), ctx.chunk_tokens):
+        last, ctx.last = ctx.last, None
+        for chunk in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
             # d logprob / d logits = (one-hot - softmax) / temperature.
-            slope = _logits(hidden[chunk], weight, inverse[chunk])
-            slope.sub_(log_sums[chunk, None]).exp_().mul_(-scaled[chunk, None])
+            if last is not None:
+                exp, total = last
+                slope = exp.mul_((-scaled[chunk] / total)[:, None])
+                last = None
+            else:
+                slope = _logits(hidden[chunk], weight, inverse[chunk])
+                slope.sub_(log_sums[chunk, None]).exp_().mul_(-scaled[chunk, None])
             slope.scatter_add_(1, local[chunk, None], (scaled[chunk] * held[chunk])[:, None])
             narrow = slope.to(hidden.dtype)
             if grad_hidden is not None:
