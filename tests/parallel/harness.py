@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,17 @@ def rank_arguments() -> tuple[int, int, int, Path, dict[str, Any]]:
     rank, world, port = (int(value) for value in sys.argv[1:4])
     folder = Path(sys.argv[4])
     return rank, world, port, folder, json.loads((folder / "job.json").read_text())
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """Run a rank's script, then leave the process group: gloo's threads must not outlive the interpreter,
+    which would end an exit in an abort now and then."""
+    import torch.distributed as dist
+
+    main()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def write_result(rank: int, folder: Path, result: Any) -> None:

@@ -88,4 +88,4 @@ def compare_export(folder: str, tensors: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run_rank(main)
