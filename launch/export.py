@@ -13,13 +13,11 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from launch.hf_folder import COPIED
+from launch.manifest import COMMITTED
 from launch.model_card import model_card, read_facts
-from launch.run_folder import COMMITTED, RunFolder, read_state
+from launch.run_folder import RunFolder, read_run_config, read_state, require_intact
 from megatron_agent.errors import ConfigError
 from megatron_agent.files import sync_folder
 from megatron_agent.history import EvaluationHistory
@@ -48,6 +46,7 @@ class Source:
 def run(target: str, out: str = "", *, dry_run: bool = False) -> int:
     """Export `target` (a run, or one of its checkpoints) to `out`, by default RUN/export. Exit code 0."""
     source = find_source(Path(target))
+    require_intact(source.checkpoint, unread="shards")
     folder = Path(out) if out else source.run / DEFAULT_OUT
     if folder.exists():
         raise ConfigError([f"OUT: {folder} exists and is never overwritten; name another folder"])
@@ -91,16 +90,6 @@ def _best(run: Path, checkpoints: list[Path]) -> Path | None:
     best = history.best()
     named = [folder for folder in checkpoints if best and folder.name == f"step_{best[0]:06d}"]
     return named[0] if named else None
-
-
-def read_run_config(run: Path) -> dict[str, Any]:
-    """The saved configuration of a run, not checked: it may be that of another version."""
-    path = run / "config.yaml"
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:
-        raise ConfigError([f"{path} cannot be read: {' '.join(str(error).split())}"]) from error
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def export(source: Source, folder: Path) -> None:

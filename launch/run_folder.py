@@ -5,16 +5,20 @@
               checkpoints/cold_start_000120/ (interrupted there)
               FINISHED
 
-Rules: a checkpoint without COMMITTED does not exist; COMMITTED is written last; old checkpoints are removed
-only after a newer one is committed; a run with FINISHED is never written to again.
+Rules: a checkpoint is written as NAME.draft-UNIQUE, COMMITTED (the list of its files) last, and then gets its
+name: what a killed process left writing never reaches a newer folder. A checkpoint without COMMITTED does not
+exist; old checkpoints are removed only after a newer one is committed; a damaged one is named, never passed
+over; a run with FINISHED is never written to again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shutil
+import tempfile
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.config import TrainConfig
+from launch.manifest import COMMITTED, damage, write_marker
 from megatron_agent.errors import ConfigError
-from megatron_agent.files import write_atomically
+from megatron_agent.files import sync_folder, write_atomically
 
-COMMITTED = "COMMITTED"
+CONFIG = "config.yaml"
+STATE = "state.json"
+STORE = "store.bin"
 FINISHED = "FINISHED"
 LOCK = ".lock"
 _CHECKPOINT = re.compile(r"(cold_start|step)_(\d+)")
@@ -76,10 +83,9 @@ class RunFolder:
 
     def changed_settings(self, config: TrainConfig) -> list[str]:
         """Keys in which `config` differs from the one that the run was started with."""
-        saved = self.path / "config.yaml"
-        if not saved.exists():
+        if not (self.path / CONFIG).exists():
             return []
-        before = _flat(OmegaConf.to_container(OmegaConf.load(saved)))
+        before = _flat(read_run_config(self.path))
         now = _flat(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
         return [
             f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
@@ -88,33 +94,43 @@ class RunFolder:
         ]
 
     def start_checkpoint(self, phase: str, step: int) -> Path | None:
-        """An empty folder for the checkpoint of `step` in `phase` (cold_start | step); leftovers of a broken
-        save are removed. None where that checkpoint is already complete."""
-        folder = self.checkpoints / f"{phase}_{step:06d}"
-        if (folder / COMMITTED).exists():
+        """An empty folder to write the checkpoint of `step` in `phase` (cold_start | step) into; leftovers of
+        broken saves are removed. None where that checkpoint is already complete."""
+        name = f"{phase}_{step:06d}"
+        if (self.checkpoints / name / COMMITTED).exists():
             return None
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        return folder
+        for leftover in [*self.checkpoints.glob("*.draft-*"), self.checkpoints / name]:
+            # A writer that outlived its killed run may still add files.
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{name}.draft-", dir=self.checkpoints))
+        draft.chmod(0o755)
+        return draft
 
-    def commit(self, folder: Path, state: dict[str, Any], *, keep: int, best: int | None = None) -> None:
-        """Write the state, then the marker, then remove all but the newest `keep` checkpoints and that of
-        step `best`."""
-        write_atomically(folder / "state.json", json.dumps(state).encode())
-        write_atomically(folder / COMMITTED, b"")
+    def commit(self, draft: Path, state: dict[str, Any], *, keep: int, best: int | None = None) -> Path:
+        """Write the state and the marker into a folder of `start_checkpoint` and give it its name; then
+        remove all but the newest `keep` checkpoints and that of step `best`. Returns the named folder."""
+        write_atomically(draft / STATE, json.dumps(state).encode())
+        write_marker(draft)
+        checkpoint = self.checkpoints / draft.name.partition(".")[0]
+        os.rename(draft, checkpoint)
+        sync_folder(self.checkpoints)
         for old in self.committed()[: -max(1, keep)]:
             if best is None or old.name != f"step_{best:06d}":
                 (old / COMMITTED).unlink()
                 shutil.rmtree(old)
+        return checkpoint
 
     def finish(self) -> None:
         write_atomically(self.path / FINISHED, b"")
 
     def latest_hf(self) -> Path | None:
-        """HF folder of the newest complete checkpoint."""
+        """HF folder of the newest complete checkpoint. Raises ConfigError where that one is damaged."""
         checkpoints = self.committed()
-        return checkpoints[-1] / "hf" if checkpoints else None
+        if not checkpoints:
+            return None
+        require_intact(checkpoints[-1], unread="shards")
+        return checkpoints[-1] / "hf"
 
     def clear_metrics(self) -> None:
         """Forget what an attempt without a checkpoint logged."""
@@ -144,7 +160,16 @@ def open_run(config: TrainConfig, suffix: str = "") -> tuple[RunFolder, Path | N
     checkpoint = _start_point(folder, run.resume)
     if checkpoint is None:
         folder.clear_metrics()
+    else:
+        require_intact(checkpoint, unread="hf", advice=_way_out(folder, checkpoint))
     return folder, checkpoint
+
+
+def require_intact(checkpoint: Path, *, unread: str, advice: str = "") -> None:
+    """Raises ConfigError with the files of a committed checkpoint that are not as they were saved; those
+    below `unread` (hf | shards) are only measured."""
+    if found := damage(checkpoint, unread=unread):
+        raise ConfigError([f"{checkpoint} is damaged: {found}{f'; {advice}' if advice else ''}"])
 
 
 def _refusals(folder: RunFolder, config: TrainConfig) -> list[str]:
@@ -177,6 +202,14 @@ def _start_point(folder: RunFolder, resume: str) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def _way_out(folder: RunFolder, damaged: Path) -> str:
+    """What to do about a damaged checkpoint of the run."""
+    if damaged.parent.resolve() != folder.checkpoints.resolve():
+        return "choose another one for run.resume"
+    older = [checkpoint.name for checkpoint in folder.committed() if checkpoint.name != damaged.name]
+    return f"move it away to continue from {older[-1] if older else 'the beginning'}"
+
+
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: value}
@@ -186,5 +219,18 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
     return state
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """The saved configuration of a run, not checked: it may be that of another version. Raises ConfigError
+    where it cannot be read."""
+    path = run / CONFIG
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:
+        raise ConfigError([f"{path} cannot be read: {' '.join(str(error).split())}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path} cannot be read: it holds no settings"])
+    return {str(key): value for key, value in content.items()}

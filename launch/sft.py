@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from launch.checkpoints import save_checkpoint
+from launch.checkpoints import Checkpointer
 from launch.cluster import ray_cluster
 from launch.cold_start import run_cold_start
 from launch.config import TrainConfig, save_config
@@ -43,12 +43,13 @@ async def _supervise(
     try:
         done = 0
         if checkpoint is not None:
-            await shards.load(checkpoint / "shards")
+            await shards.load(checkpoint / "shards", fully_parallel=config.checkpoint.fully_parallel)
             done = read_state(checkpoint)["cold_start_steps"]
         with stop_on_signals() as stop:
             done = await run_cold_start(config, start_model, shards, sink, stop, done)
         state = {"step": 0, "cold_start_steps": done, "version": 1}
-        await save_checkpoint(folder, "cold_start", done, shards, state, model=start_model)
+        async with Checkpointer(folder, shards, config.checkpoint, start_model) as saver:
+            await saver.save("cold_start", done, state)
     finally:
         sink.close()
         await shards.close()

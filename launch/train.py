@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoints import load_checkpoint, save_checkpoint
+from launch.checkpoints import Checkpointer, load_checkpoint
 from launch.cluster import ray_cluster
 from launch.cold_start import run_cold_start
 from launch.config import TrainConfig, save_config
@@ -65,12 +65,15 @@ async def _train(config: TrainConfig, folder: RunFolder, start_model: Path, chec
         with stop_on_signals() as stop:
             async with open_parts(config, start_model, optimizer) as (shards, fleet):
                 log.info("%d trainer ranks up, %.0f s", config.mesh.world_size, time.perf_counter() - started)
-                if cold and not await _cold_start(config, folder, start_model, shards, checkpoint, stop):
-                    return False
-                loop = _build_loop(config, folder, start_model, shards, fleet, tracker, stop)
-                if checkpoint is not None and not cold:
-                    await load_checkpoint(loop, shards, checkpoint, state)
-                finished = await loop.run()
+                async with Checkpointer(folder, shards, config.checkpoint, start_model) as saver:
+                    if cold and not await _cold_start(
+                        config, folder, start_model, shards, saver, checkpoint, stop
+                    ):
+                        return False
+                    loop = _build_loop(config, shards, fleet, saver, tracker, stop)
+                    if checkpoint is not None and not cold:
+                        await load_checkpoint(loop, shards, checkpoint, state, config.checkpoint)
+                    finished = await loop.run()
                 log.info("%.0f s in all", time.perf_counter() - started)
                 return finished
     finally:
@@ -82,13 +85,14 @@ async def _cold_start(
     folder: RunFolder,
     start_model: Path,
     shards: PolicyShards,
+    saver: Checkpointer,
     checkpoint: Path | None,
     stop: asyncio.Event,
 ) -> bool:
     """Supervised steps, then a new optimizer. An interrupted cold start is saved and continued as well."""
     done = 0
     if checkpoint is not None:
-        await shards.load(checkpoint / "shards")
+        await shards.load(checkpoint / "shards", fully_parallel=config.checkpoint.fully_parallel)
         done = read_state(checkpoint)["cold_start_steps"]
     sink = JsonlTracker(folder.path / "cold_start.jsonl")
     try:
@@ -96,7 +100,7 @@ async def _cold_start(
     finally:
         sink.close()
     if done < config.cold_start.steps:
-        await save_checkpoint(folder, "cold_start", done, shards, {"step": 0, "cold_start_steps": done})
+        await saver.save("cold_start", done, {"step": 0, "cold_start_steps": done}, hf=False)
         return False
     await shards.reset_optimizer(config.optimizer)
     return True
@@ -104,10 +108,9 @@ async def _cold_start(
 
 def _build_loop(
     config: TrainConfig,
-    folder: RunFolder,
-    start_model: Path,
     shards: PolicyShards,
     fleet: RolloutFleet,
+    saver: Checkpointer,
     tracker: Tracker,
     stop: asyncio.Event,
 ) -> TrainingLoop:
@@ -129,15 +132,11 @@ def _build_loop(
             "evaluations": loop.history.state(),
         }
         best = loop.history.best()
-        await save_checkpoint(
-            folder,
+        await saver.save(
             "step",
             step,
-            shards,
             state,
             store=loop.store.snapshot(),
-            model=start_model,
-            keep=config.checkpoint.keep,
             best=best[0] if best and config.checkpoint.keep_best else None,
         )
 

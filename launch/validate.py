@@ -19,8 +19,9 @@ from typing import Any
 from launch.bounds import BOUNDS, CHOICES
 from launch.config import TrainConfig
 from launch.data import data_problems
+from launch.manifest import COMMITTED
 from launch.names import REGISTERED, known_names
-from launch.run_folder import COMMITTED, RunFolder
+from launch.run_folder import RunFolder
 from launch.targets import NAMED_MODELS
 from parallel.mesh import check_mesh
 

@@ -131,11 +131,16 @@ class PolicyShards(Protocol):
 
     async def export(self, version: int) -> WeightExport: ...
 
-    async def save(self, folder: Path) -> None:
-        """Write parameters, optimizer, schedule and RNG as a sharded checkpoint."""
+    async def begin_save(self, folder: Path, *, fully_parallel: bool = True) -> None:
+        """Start to write parameters, optimizer, schedule and RNG, as they are now, as a sharded checkpoint;
+        the shards may train on meanwhile. `fully_parallel`: all data-parallel replicas write."""
         ...
 
-    async def load(self, folder: Path) -> None: ...
+    async def finish_save(self) -> None:
+        """Return when the files of `begin_save` are complete. Raises where they could not be written."""
+        ...
+
+    async def load(self, folder: Path, *, fully_parallel: bool = True) -> None: ...
 
 
 class RolloutFleet(Protocol):

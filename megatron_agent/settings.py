@@ -235,6 +235,10 @@ class CheckpointSettings:
     """0 saves only at the end and on an interrupt."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    asynchronous: bool = False
+    """Write the shards while training goes on; a checkpoint counts from its commit marker on."""
+    fully_parallel: bool = True
+    """All data-parallel replicas write and read a part of the shards."""
     keep_best: bool = False
     """Save at every new best greedy held-out success, and keep the best beside the newest."""
 

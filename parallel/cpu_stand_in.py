@@ -77,8 +77,8 @@ def _patch_device_calls() -> None:
 
 
 def _patch_factories() -> None:
-    # Literal device="cuda" in schedules, optimizers and gradient clipping; pinned memory needs a device.
-    for name in ("tensor", "zeros", "empty"):
+    # Literal device="cuda" in schedules, optimizers, clipping and checkpoints; pinned memory needs a device.
+    for name in ("tensor", "zeros", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 

@@ -27,6 +27,7 @@ CALL_DEADLINE_S = 7200.0
 CPUS_PER_RANK = 0.01
 """Ranks are placed by the mesh, not by Ray's count of cores: a small machine holds more ranks than cores."""
 _DEATH_GRACE_S = 10.0
+_SAVE_POLL_S = 0.2
 
 
 class ShardError(MegatronAgentError):
@@ -66,11 +67,17 @@ class _Rank:
         # Arrays go into the object store here, bucket by bucket: the driver only sees references.
         return self.shard.export(version, put=ray.put)
 
-    def save(self, folder: str) -> None:
-        self.shard.save(Path(folder))
+    def begin_save(self, folder: str, fully_parallel: bool) -> None:
+        self.shard.begin_save(Path(folder), fully_parallel=fully_parallel)
 
-    def load(self, folder: str) -> None:
-        self.shard.load(Path(folder))
+    def save_written(self) -> bool:
+        return self.shard.save_written()
+
+    def finish_save(self) -> None:
+        self.shard.finish_save()
+
+    def load(self, folder: str, fully_parallel: bool) -> None:
+        self.shard.load(Path(folder), fully_parallel=fully_parallel)
 
     def load_hf(self, folder: str) -> None:
         self.shard.load_hf(folder)
@@ -152,11 +159,18 @@ class RayPolicyShards:
         result: WeightExport = await self._all("export", version)
         return result
 
-    async def save(self, folder: Path) -> None:
-        await self._all("save", str(folder))
+    async def begin_save(self, folder: Path, *, fully_parallel: bool = True) -> None:
+        await self._all("begin_save", str(folder), fully_parallel)
 
-    async def load(self, folder: Path) -> None:
-        await self._all("load", str(folder))
+    async def finish_save(self) -> None:
+        """Other calls take their turn between two looks at the writers."""
+        async with waiting_for("policy shards", "checkpoint writers", CALL_DEADLINE_S):
+            while not all(await self._each("save_written", lambda rank: (), CALL_DEADLINE_S)):
+                await asyncio.sleep(_SAVE_POLL_S)
+        await self._all("finish_save")
+
+    async def load(self, folder: Path, *, fully_parallel: bool = True) -> None:
+        await self._all("load", str(folder), fully_parallel)
 
     async def load_hf(self, folder: str | Path) -> None:
         """Load other weights of the same architecture; the optimizer starts anew."""

@@ -42,7 +42,13 @@ from megatron_agent.settings import (  # noqa: E402
     TrainerSettings,
 )
 from parallel.batches import MicroBatch, check_batch, micro_batch, scatter_log_probs  # noqa: E402
-from parallel.checkpoint import load_checkpoint, read_optimizer_settings, save_checkpoint  # noqa: E402
+from parallel.checkpoint import (  # noqa: E402
+    BackgroundSave,
+    CheckpointError,
+    begin_save,
+    load_checkpoint,
+    read_optimizer_settings,
+)
 from parallel.export import Bucket, export_weights  # noqa: E402
 from parallel.hf_config import architecture, read_config  # noqa: E402
 from parallel.logprob import taken_log_probs  # noqa: E402
@@ -60,6 +66,8 @@ Consume = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]
 
 class PolicyShard:
     """One rank of the mesh; `setup` makes it usable."""
+
+    _saving: BackgroundSave | None = None
 
     def setup(
         self,
@@ -241,14 +249,36 @@ class PolicyShard:
             put=put,
         )
 
-    def save(self, folder: Path) -> None:
-        """Parameters, optimizer, schedule and random state; complete on return, without a commit marker."""
-        save_checkpoint(folder, self.model, self.optimizer, self.mesh, self.groups)
+    def begin_save(self, folder: Path, *, fully_parallel: bool = True) -> None:
+        """Start to write parameters, optimizer, schedule and random state as they are now; training may go
+        on. Raises CheckpointError where the last save was not finished."""
+        if self._saving is not None:
+            raise CheckpointError(f"{self._saving.folder} is still being written")
+        self._saving = begin_save(
+            folder, self.model, self.optimizer, self.mesh, self.groups, fully_parallel=fully_parallel
+        )
 
-    def load(self, folder: Path) -> None:
+    def save_written(self) -> bool:
+        """Whether this rank has written its part of the save under way. Not collective."""
+        return self._saving is None or self._saving.written()
+
+    def finish_save(self) -> None:
+        """Complete the save under way; its folder has no commit marker yet."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def save(self, folder: Path, *, fully_parallel: bool = True) -> None:
+        """`begin_save` and `finish_save`."""
+        self.begin_save(folder, fully_parallel=fully_parallel)
+        self.finish_save()
+
+    def load(self, folder: Path, *, fully_parallel: bool = True) -> None:
         """Continue from a checkpoint, also of another mesh. Raises CheckpointError where it does not fit."""
         self.reset_optimizer(read_optimizer_settings(folder, self.mesh))
-        load_checkpoint(folder, self.model, self.optimizer, self.mesh, self.groups)
+        load_checkpoint(
+            folder, self.model, self.optimizer, self.mesh, self.groups, fully_parallel=fully_parallel
+        )
 
 
 def _finalize_summed_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from launch import cli
 from launch.config import load_config, save_config
 from launch.export import find_source, weight_files
+from launch.manifest import write_marker
 from launch.run_folder import RunFolder
 from launch.tiny_model import make_tiny_model
 from megatron_agent import __version__
@@ -39,10 +40,10 @@ def make_run(path: Path, models: dict[int, Path], *overrides: str) -> Path:
         tracker.log(step, figures | bounds | {"train/reward": 0.1})
         evaluations.append([step, success])
         if step:
-            checkpoint = folder.start_checkpoint("step", step)
-            assert checkpoint is not None
-            shutil.copytree(models[step], checkpoint / "hf")
-            folder.commit(checkpoint, {"step": step, "evaluations": evaluations}, keep=9)
+            draft = folder.start_checkpoint("step", step)
+            assert draft is not None
+            shutil.copytree(models[step], draft / "hf")
+            folder.commit(draft, {"step": step, "evaluations": evaluations}, keep=9)
     tracker.close()
     return path
 
@@ -113,6 +114,7 @@ def test_several_weight_files_come_with_their_index(run: Path, tmp_path: Path) -
     weight_map = {name: file for file, part in files.items() for name in part}
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (hf / "model.safetensors").unlink()
+    write_marker(hf.parent)
     assert export(run, tmp_path / "out") == 0
     found = {path.name for path in (tmp_path / "out").iterdir() if "safetensors" in path.name}
     assert found == {*files, "model.safetensors.index.json"}
@@ -199,9 +201,9 @@ def spoil(run: Path, name: str) -> None:
         ("bad config", "config.yaml cannot be read"),
         ("no checkpoint", "has no complete checkpoint with weights yet"),
         ("uncommitted", "has no complete checkpoint with weights yet"),
-        ("cut short", "model.safetensors is damaged"),
-        ("not safetensors", "model.safetensors is damaged"),
-        ("missing", "model.safetensors is missing"),
+        ("cut short", "is damaged: hf/model.safetensors has "),
+        ("not safetensors", "is damaged: hf/model.safetensors has 5 bytes instead of "),
+        ("missing", "is damaged: hf/model.safetensors is missing"),
         ("bad index", "model.safetensors.index.json is damaged"),
     ],
 )

@@ -18,8 +18,7 @@ def config(folder: Path, *overrides: str):
 def checkpoint(run: RunFolder, step: int, *, phase: str = "step", **options: object) -> Path:
     folder = run.start_checkpoint(phase, step)
     assert folder is not None
-    run.commit(folder, {"step": step}, **{"keep": 2, **options})
-    return folder
+    return run.commit(folder, {"step": step}, **{"keep": 2, **options})
 
 
 def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path):
@@ -32,8 +31,10 @@ def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path):
     assert read_state(whole) == {"step": 3}
     (torn / "leftover").write_text("")
     again = run.start_checkpoint("step", 4)
-    assert again == torn
-    assert not list(torn.iterdir())
+    assert again is not None
+    assert again != torn, "a writer of the torn one that still runs must not reach the new one"
+    assert not list(again.iterdir())
+    assert not torn.exists()
     assert run.start_checkpoint("step", 3) is None, "a complete checkpoint is not written again"
 
 

@@ -181,6 +181,118 @@ def non_finite(run: Rank, mesh: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def in_background(run: Rank, fully_parallel: bool) -> dict[str, Any]:
+    """A save under way holds the state of its begin while training goes on, on replicas."""
+    folder = run.folder / f"background-{fully_parallel}"
+    shard = run.start(DP2_DISTRIBUTED)
+    run.train(shard, 1)
+    shard.begin_save(folder, fully_parallel=fully_parallel)
+    run.train(shard, 1)
+    want = run.params(shard)
+    run.train(shard, 1)
+    shard.finish_save()
+    overwrite(shard)
+    shard.load(folder, fully_parallel=fully_parallel)
+    run.train(shard, 1)
+    result = {"same": run.compare(run.params(shard), want)}
+    shard.load(folder, fully_parallel=not fully_parallel)
+    run.train(shard, 1)
+    result["read_otherwise"] = run.compare(run.params(shard), want)
+    shard.close()
+    sizes = {rank: sum(f.stat().st_size for f in folder.glob(f"__{rank}_*.distcp")) for rank in (0, 1)}
+    result["balance"] = min(sizes.values()) / max(sizes.values())
+    return result
+
+
+def failed_write(run: Rank) -> dict[str, Any]:
+    """A writer that cannot write is told on every rank, and the next save works."""
+    from parallel.checkpoint import CheckpointError
+
+    shard = run.start(TP2)
+    folder = run.folder / "unwritable"
+    (folder / "__1_0.distcp").mkdir(parents=True, exist_ok=True)
+    try:
+        shard.save(folder)
+        message = ""
+    except CheckpointError as error:
+        message = str(error)
+    shard.save(run.folder / "after-failure")
+    shard.load(run.folder / "after-failure")
+    shard.close()
+    return {"message": message}
+
+
+def damaged(run: Rank) -> dict[str, str]:
+    """Damage that file sizes do not show, and files that are gone: one line each, on every rank."""
+    import shutil
+
+    import torch.distributed as dist
+
+    from parallel.checkpoint import CheckpointError
+
+    shard = run.start(TP2)
+    run.train(shard, 1)
+    shard.save(run.folder / "sound")
+    result = {}
+    for name in DAMAGES:
+        folder = run.folder / f"damaged-{name.replace(' ', '-')}"
+        if run.rank == 0:
+            shutil.copytree(run.folder / "sound", folder)
+            spoil(folder, name)
+        dist.barrier()
+        try:
+            shard.load(folder)
+            result[name] = "loaded"
+        except CheckpointError as error:
+            result[name] = str(error)
+        dist.barrier()
+    shard.load(run.folder / "sound")
+    run.train(shard, 1)
+    shard.close()
+    return result
+
+
+DAMAGES = (
+    "tensor bits flipped",
+    "tensor file missing",
+    "tensor file cut",
+    "digest missing",
+    "index missing",
+    "index garbled",
+    "common missing",
+    "common garbled",
+    "format missing",
+    "format unknown",
+)
+
+
+def spoil(folder: Path, name: str) -> None:
+    tensors = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(tensors.read_bytes())
+    if name == "tensor bits flipped":
+        for at in range(len(content) // 4, len(content), len(content) // 4):
+            content[at] ^= 0x10
+        tensors.write_bytes(content)
+    elif name == "tensor file missing":
+        tensors.unlink()
+    elif name == "tensor file cut":
+        tensors.write_bytes(content[: len(content) // 2])
+    elif name == "digest missing":
+        tensors.with_suffix(".xxh3_128").unlink()
+    elif name == "index missing":
+        (folder / ".metadata").unlink()
+    elif name == "index garbled":
+        (folder / ".metadata").write_bytes(b"x" * 100)
+    elif name == "common missing":
+        (folder / "common.pt").unlink()
+    elif name == "common garbled":
+        (folder / "common.pt").write_bytes(b"x" * 100)
+    elif name == "format missing":
+        (folder / "metadata.json").unlink()
+    elif name == "format unknown":
+        (folder / "metadata.json").write_text('{"sharded_backend": "zarr9", "sharded_backend_version": 1}')
+
+
 def refusals(run: Rank) -> dict[str, str]:
     """Loads that must fail with a clear line, on every rank, before any collective."""
     from parallel.checkpoint import CheckpointError
@@ -209,6 +321,9 @@ def main() -> None:
             name: non_finite(run, mesh) for name, mesh in (("tp", TP2), ("pp", PP2), ("dp", {"dp": 2}))
         },
         "refusals": refusals(run),
+        "background": {str(parallel): in_background(run, parallel) for parallel in (True, False)},
+        "failed_write": failed_write(run),
+        "damaged": damaged(run),
     }
     harness.write_result(run.rank, run.folder, result)
 

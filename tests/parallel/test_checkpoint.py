@@ -65,3 +65,42 @@ def test_a_non_finite_loss_moves_nothing(result: Any, mesh: str) -> None:
 def test_loads_that_cannot_work_say_why(result: Any) -> None:
     assert "mesh.distributed_optimizer=true" in result["refusals"]["distributed"]
     assert "not a checkpoint" in result["refusals"]["nowhere"]
+
+
+@pytest.mark.parametrize("fully_parallel", ["True", "False"])
+def test_a_save_in_the_background_holds_the_state_of_its_begin(result: Any, fully_parallel: str) -> None:
+    assert result["background"][fully_parallel]["same"] == 0.0
+    assert result["background"][fully_parallel]["read_otherwise"] == 0.0
+
+
+def test_replicas_share_the_writing_only_where_asked(result: Any) -> None:
+    assert result["background"]["True"]["balance"] > 0.5
+    assert result["background"]["False"]["balance"] < result["background"]["True"]["balance"] / 2
+
+
+def test_a_failed_write_is_told_and_the_next_save_works(result: Any) -> None:
+    assert "cannot save" in result["failed_write"]["message"]
+    assert "__1_0.distcp" in result["failed_write"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("tensor bits flipped", ".distcp is not as it was saved"),
+        ("tensor file missing", "is damaged or does not fit"),
+        ("tensor file cut", ".distcp is not as it was saved"),
+        ("digest missing", ".distcp is not as it was saved"),
+        ("index missing", "no .metadata"),
+        ("index garbled", "is damaged or does not fit"),
+        ("common missing", "no common.pt"),
+        ("common garbled", "is not a checkpoint of the policy shards"),
+        ("format missing", "no metadata.json"),
+        ("format unknown", "zarr9"),
+    ],
+)
+def test_damage_is_told_in_one_line(result: Any, damage: str, told: str) -> None:
+    message = result["damaged"][damage]
+    assert told in message
+    assert f"damaged-{damage.replace(' ', '-')}" in message
+    assert "\n" not in message
+    assert len(message) < 400

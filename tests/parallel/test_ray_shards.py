@@ -15,7 +15,7 @@ import pytest
 
 from megatron_agent.contracts import LossSpec
 from megatron_agent.digests import digest
-from megatron_agent.errors import ConfigError
+from megatron_agent.errors import ConfigError, MegatronAgentError
 from megatron_agent.ports import PolicyShards
 from megatron_agent.settings import MeshSettings, ModelSettings, TrainerSettings
 
@@ -68,8 +68,11 @@ async def _life_of_two_ranks(tmp_path: Path) -> None:
         assert array.shape == entry.shape
         assert digest(array) == entry.digest
 
-    await port.save(tmp_path / "checkpoint")
+    await port.begin_save(tmp_path / "checkpoint")
     trained = await port.log_probs(batch)
+    with pytest.raises(MegatronAgentError, match="still being written"):
+        await port.begin_save(tmp_path / "another")
+    await port.finish_save()
     assert np.abs(trained[0] - first[0]).max() > 0
     await shards.load_hf(model)
     assert all(np.array_equal(a, b) for a, b in zip(await port.log_probs(batch), first, strict=True))
