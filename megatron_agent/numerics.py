@@ -32,13 +32,17 @@ class LogprobGap:
 
 
 def logprob_gap(batch: PackedBatch, trainer_logprobs: Sequence[Floats]) -> LogprobGap:
-    """Gap over all action tokens with a finite behaviour log-prob; zeros where there are none."""
+    """Gap over all action tokens with a finite behaviour log-prob; zeros where there are none. A trainer's
+    log-prob that is not finite is a gap that no bar allows."""
     gaps = [
-        np.abs(trainer.astype(np.float64) - row.behaviour_logprobs)[row.action_mask]
+        np.abs(trainer.astype(np.float64) - row.behaviour_logprobs)[
+            row.action_mask & np.isfinite(row.behaviour_logprobs)
+        ]
         for row, trainer in zip(batch.rows, trainer_logprobs, strict=True)
     ]
     flat = np.concatenate(gaps) if gaps else np.zeros(0)
-    flat = flat[~np.isnan(flat)] if np.isnan(flat).any() else flat
     if not len(flat):
         return LogprobGap(0.0, 0.0, 0.0)
+    if not np.isfinite(flat).all():
+        return LogprobGap(np.inf, np.inf, np.inf)
     return LogprobGap(float(flat.mean()), float(np.quantile(flat, 0.99)), float(flat.max()))
