@@ -17,21 +17,25 @@ import psutil
 import pytest
 from whole_runs import figures, finish, start
 
+from megatron_agent.tracking.jsonl import read_metrics
+
 pytestmark = pytest.mark.slow
 
 VICTIMS = ("launch.cli", "ray::_Rank", "ray::EngineActor")
+STEPS = 4
+LONGEST_START_S, LONGEST_STEP_S = 30.0, 6.0
+RESTARTS = 4
 TRIALS = int(os.environ.get("CRASH_TRIALS", "3"))
 RUN = [
     "train",
     "recipe=smoke",
     "run.deterministic=true",
-    "schedule.steps=4",
+    f"schedule.steps={STEPS}",
     "checkpoint.every_steps=1",
     "eval.samples=4",
     "eval.final_samples=8",
     "eval.attempts=1",
 ]
-RESTARTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> tuple[Path, float]:
-    """The uninterrupted run and its seconds."""
-    began = time.monotonic()
+def whole(folder: Path) -> Path:
+    """The uninterrupted run."""
     process = start(folder, *RUN, "run.name=whole")
     output = finish(process)
     assert process.returncode == 0, output
-    return folder / "runs" / "whole", time.monotonic() - began
+    return folder / "runs" / "whole"
 
 
 def parameters(run: Path) -> bytes:
@@ -63,8 +66,11 @@ def processes(root: int, name: str) -> Iterator[psutil.Process]:
             continue
 
 
-def kill_after(process: subprocess.Popen[str], victim: str, seconds: float) -> bool:
-    """kill -9 of `victim` after `seconds`, or as soon as there is one. False where the run ended before."""
+def kill(process: subprocess.Popen[str], run: Path, victim: str, step: int, seconds: float) -> bool:
+    """kill -9 of `victim`, `seconds` after `step` was logged (-1: after the start), or as soon as there is
+    one. False where the run ended before."""
+    while step >= 0 and process.poll() is None and last_step(run) < step:
+        time.sleep(0.05)
     time.sleep(seconds)
     while process.poll() is None:
         found = next(processes(process.pid, victim), None)
@@ -75,14 +81,21 @@ def kill_after(process: subprocess.Popen[str], victim: str, seconds: float) -> b
     return False
 
 
+def last_step(run: Path) -> float:
+    metrics = run / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.exists() else []
+    return rows[-1]["step"] if rows else -1
+
+
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_a_killed_run_continues_to_the_same_parameters(folder: Path, whole: tuple[Path, float], trial: int):
-    reference, seconds = whole
+def test_a_killed_run_continues_to_the_same_parameters(folder: Path, whole: Path, trial: int):
     rng = random.Random(f"{os.environ.get('CRASH_SEED', '0')}/{trial}")
-    victim, after = VICTIMS[trial % len(VICTIMS)], rng.uniform(1, seconds)
-    words = [*RUN, f"run.name=trial{trial}"]
+    victim, step = VICTIMS[trial % len(VICTIMS)], rng.randrange(-1, STEPS)
+    seconds = rng.uniform(0, LONGEST_START_S if step < 0 else LONGEST_STEP_S)
+    words = [*RUN, f"run.name=trial{trial}", f"checkpoint.asynchronous={str(trial % 2 == 1).lower()}"]
+    run = folder / "runs" / f"trial{trial}"
     process = start(folder, *words)
-    killed = kill_after(process, victim, after)
+    killed = kill(process, run, victim, step, seconds)
     output = finish(process)
     if killed and victim != "launch.cli":
         assert process.returncode == 1, output
@@ -93,7 +106,7 @@ def test_a_killed_run_continues_to_the_same_parameters(folder: Path, whole: tupl
         process = start(folder, *words)
         output = finish(process)
     assert process.returncode == 0, output
-    run = folder / "runs" / f"trial{trial}"
-    print(f"{victim} killed after {after:.1f} of {seconds:.1f} s: {killed}")
-    assert parameters(run) == parameters(reference)
-    assert figures(run) == figures(reference)
+    moment = f"{seconds:.1f} s after {f'step {step}' if step >= 0 else 'the start'}"
+    print(f"{victim}, {moment}: {'killed' if killed else 'the run had ended'}")
+    assert parameters(run) == parameters(whole)
+    assert figures(run) == figures(whole)
