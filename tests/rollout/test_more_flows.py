@@ -4,8 +4,6 @@ also checked by `recorded.check_contract`."""
 from __future__ import annotations
 
 import importlib
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models as models
+from flow_examples import PAGE, examples_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import SAMPLE, Recorder, play
@@ -35,7 +34,6 @@ from megatron_agent.contracts import (
     TruncationReason,
 )
 from megatron_agent.registries import FLOWS
-from megatron_agent.registry import Registry
 from rollout.chat import ChatTokens
 from rollout.cooperating import instructed, with_plan
 
@@ -300,25 +298,12 @@ def test_a_policy_forks_where_it_changes_history(chat: ChatTokens, policy: str) 
 
 # ---------------------------------------- the examples of docs/flows.md
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "flows.md"
-EXAMPLE = re.compile(r"```python\n# (\w+)\.py\n(.*?)```", re.DOTALL)
-
 
 @pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def examples(tmp_path: Path) -> Iterator[dict[str, ModuleType]]:
     """Every example as a module, registered for the time of the test."""
-    found = dict(EXAMPLE.findall(PAGE.read_text(encoding="utf-8")))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for value in vars(registries).values():
-        if isinstance(value, Registry):
-            value.names()  # what the project registers is loaded first
-            monkeypatch.setattr(value, "_entries", dict(value._entries))
-    for name, code in found.items():
-        (tmp_path / f"{name}.py").write_text(code)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield {name: importlib.import_module(name) for name in found}
-    for name in found:
-        sys.modules.pop(name, None)
+    with examples_in(tmp_path) as names:
+        yield {name: importlib.import_module(name) for name in names}
 
 
 def test_the_page_names_every_flow() -> None:
