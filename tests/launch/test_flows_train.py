@@ -25,8 +25,6 @@ from megatron_agent.replay.memory import MemoryStepStore
 from megatron_agent.scheduler import SampleScheduler
 from megatron_agent.train import LoopSettings, TrainingLoop
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 STEPS, ATTEMPTS = 2, 8
 FORKING = ("truncate", "summarise", "rewrite")
