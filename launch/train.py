@@ -141,16 +141,7 @@ def _build_loop(
         )
 
     loop = TrainingLoop(
-        LoopSettings(
-            algorithm=config.algorithm,
-            schedule=config.schedule,
-            numerics=config.numerics,
-            trainer=config.trainer,
-            sampling=sampling,
-            dp=config.mesh.dp,
-            eval=config.eval,
-            checkpoint=config.checkpoint,
-        ),
+        loop_settings(config),
         shards=shards,
         fleet=fleet,
         scheduler=SampleScheduler(split_samples(config, "train"), seed),
@@ -162,3 +153,17 @@ def _build_loop(
         stop=stop,
     )
     return loop
+
+
+def loop_settings(config: TrainConfig) -> LoopSettings:
+    """What the training loop reads of a run's configuration."""
+    return LoopSettings(
+        algorithm=config.algorithm,
+        schedule=config.schedule,
+        numerics=config.numerics,
+        trainer=config.trainer,
+        sampling=training_sampling(config),
+        dp=config.mesh.dp,
+        eval=config.eval,
+        checkpoint=config.checkpoint,
+    )

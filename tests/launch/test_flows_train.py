@@ -17,13 +17,14 @@ from launch.cluster import ray_cluster
 from launch.cold_start import run_cold_start
 from launch.config import TrainConfig, load_config
 from launch.data import split_samples
-from launch.session import cpu_slots, model_folder, open_parts, training_sampling
+from launch.session import cpu_slots, model_folder, open_parts
+from launch.train import loop_settings
 from megatron_agent.batching import row_chains
 from megatron_agent.contracts import Group, Trajectory
 from megatron_agent.ledger import Ledger
 from megatron_agent.replay.memory import MemoryStepStore
 from megatron_agent.scheduler import SampleScheduler
-from megatron_agent.train import LoopSettings, TrainingLoop
+from megatron_agent.train import TrainingLoop
 
 HERE = Path(__file__).parent
 STEPS, ATTEMPTS = 2, 8
@@ -64,16 +65,7 @@ async def train(config: TrainConfig, folder: Path, record: Record) -> None:
         async def save(step: int) -> None: ...
 
         loop = TrainingLoop(
-            LoopSettings(
-                algorithm=config.algorithm,
-                schedule=config.schedule,
-                numerics=config.numerics,
-                trainer=config.trainer,
-                sampling=training_sampling(config),
-                dp=config.mesh.dp,
-                eval=config.eval,
-                checkpoint=config.checkpoint,
-            ),
+            loop_settings(config),
             shards=shards,
             fleet=fleet,
             scheduler=SampleScheduler(split_samples(config, "train")[: len(CASES)], config.run.seed),
