@@ -4,8 +4,10 @@ that agreement means something."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,8 +31,6 @@ from megatron_agent.contracts import Generation, PackedBatch, Sampling
 from megatron_agent.numerics import logprob_gap
 from rollout.chat import ChatTokens
 from rollout.openai_client import TokenApiEngine
-
-pytestmark = pytest.mark.slow
 
 TRAIN = [
     "recipe=smoke",
@@ -77,7 +77,11 @@ def address(folder: Path) -> Iterator[str]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with open(log, "w") as file:
         server = subprocess.Popen(
-            [*SERVER, *words], env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT
+            [*SERVER, *words],
+            env=os.environ | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START_S
@@ -91,8 +95,17 @@ def address(folder: Path) -> Iterator[str]:
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        server.terminate()
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server and the engine process that it started."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 # ---------------------------------------- to vLLM
