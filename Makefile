@@ -37,7 +37,7 @@ test: lint
 	$(BIN)/pytest --durations=15 $(PYTEST_ARGS)
 
 test-crash: setup
-	CRASH_TRIALS=$${CRASH_TRIALS:-20} $(BIN)/pytest -m slow -s tests/launch/test_crash.py $(PYTEST_ARGS)
+	CRASH_TRIALS=$${CRASH_TRIALS:-20} $(BIN)/pytest -s tests/launch/test_crash.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """kill -9 at random moments: the same command continues to the parameters of the uninterrupted run.
 
-Slow: `make test-crash` runs CRASH_TRIALS trials (default 3, one of each victim).
+CRASH_TRIALS trials (default 3, one of each victim; `make test-crash` runs 20).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import pytest
 from whole_runs import figures, finish, start
 
 from megatron_agent.tracking.jsonl import read_metrics
-
-pytestmark = pytest.mark.slow
 
 VICTIMS = ("launch.cli", "ray::_Rank", "ray::EngineActor")
 STEPS = 4
