@@ -15,13 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import figures, finish, start
+from whole_runs import data_that_always_trains, figures, finish, start
 
 from megatron_agent.tracking.jsonl import read_metrics
 
 VICTIMS = ("launch.cli", "ray::_Rank", "ray::EngineActor")
 STEPS = 4
-LONGEST_START_S, LONGEST_STEP_S = 30.0, 6.0
+LONGEST_START_S, LONGEST_STEP_S = 30.0, 4.0
 RESTARTS = 4
 TRIALS = int(os.environ.get("CRASH_TRIALS", "3"))
 RUN = [
@@ -38,7 +38,9 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("crashes")
+    folder = tmp_path_factory.mktemp("crashes")
+    RUN.extend(data_that_always_trains(folder, train=16, heldout=8))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def whole(folder: Path) -> Path:
     process = start(folder, *RUN, "run.name=whole")
     output = finish(process)
     assert process.returncode == 0, output
-    return folder / "runs" / "whole"
+    run = folder / "runs" / "whole"
+    assert all(row["train/grad_norm"] > 0 for row in figures(run)[1:]), "every step must train"
+    return run
 
 
 def parameters(run: Path) -> bytes:
@@ -95,7 +99,8 @@ def test_a_killed_run_continues_to_the_same_parameters(folder: Path, whole: Path
     process = start(folder, *words)
     killed = kill(process, run, victim, step, seconds)
     output = finish(process)
-    if killed and victim != "launch.cli":
+    # Parts that are killed while a finished run is shut down are not missed.
+    if killed and victim != "launch.cli" and "done: " not in output:
         assert process.returncode == 1, output
         assert "error: " in output, "a dead part is told in one line"
     for _ in range(RESTARTS):

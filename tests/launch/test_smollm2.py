@@ -5,13 +5,12 @@ The model as it comes solves no sample, so attempts are rewarded by something in
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from whole_runs import figures, finish, start
+from whole_runs import data_that_always_trains, figures, finish, start
 
 from launch.pretrained import CACHE_VARIABLE, FOLDER
 
@@ -19,8 +18,6 @@ CACHE = Path(__file__).parents[2] / "models"
 LEARNING_RATE = 1e-4
 """Twenty times the recipe's: an engine left with old weights is then far outside the bars."""
 SMALL = [
-    "env.train_files=[train.jsonl]",
-    "env.heldout_files=[heldout.jsonl]",
     "cold_start.steps=1",
     "cold_start.demonstrations_per_step=2",
     "cold_start.optimizer.warmup_steps=0",
@@ -41,19 +38,10 @@ SMALL = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
-    (folder / "mine.py").write_text(
-        "def differ(text, sample, trajectory):\n"
-        "    return int(trajectory.steps[-1].action_ids.sum()) % 101 / 101, 0.0\n"
-    )
-    made = start(folder, "data", "lookup", "data.out=.", "env.train_samples=8", "env.heldout_samples=2")
-    assert "train.jsonl" in finish(made)
-    train = folder / "train.jsonl"
-    rows = [json.loads(line) | {"reward_model": "mine:differ"} for line in train.read_text().splitlines()]
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = data_that_always_trains(folder, train=8, heldout=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
         patch.setenv(CACHE_VARIABLE, str(CACHE))
-        process = start(folder, "train", "recipe=smollm2", *SMALL)
+        process = start(folder, "train", "recipe=smollm2", *SMALL, *data)
         output = finish(process)
     assert process.returncode == 0, output
     return folder / "runs" / "small"
