@@ -17,7 +17,7 @@ TIMING = ("time/", "throughput/", "wall_s")
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `megatron-agent WORDS` in `folder`, in a process group of its own; modules in `folder` are found."""
+    """Start `megatron-agent WORDS` in `folder`, where modules are found, in a process group of its own."""
     return subprocess.Popen(
         [*COMMAND, *words],
         cwd=folder,
